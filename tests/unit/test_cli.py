@@ -1,0 +1,123 @@
+"""`python -m zerosharder`: doctor, and the settings page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerosharder.cli import doctor, settings_page
+from zerosharder.cli.main import main
+from zerosharder.config import RESERVED_VARIABLES, settings
+from zerosharder.offload import memory
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def test_the_committed_settings_page_is_the_generated_one(capsys):
+    assert main(["settings"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == settings_page.render()
+    committed = (REPOSITORY / "docs" / "settings.md").read_text(encoding="ascii")
+    assert committed == printed, "run: python -m zerosharder settings > docs/settings.md"
+
+
+def test_the_settings_page_has_every_name():
+    page = settings_page.render()
+    for info in settings().values():
+        assert f"## {info.env}\n" in page and info.doc in page and info.accepted in page
+    for name in RESERVED_VARIABLES:
+        assert f"`{name}`" in page
+
+
+def test_doctor_as_json(capsys):
+    assert main(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["devices"][-1] == "cpu"
+    assert facts["cores"]["usable"] >= 1
+    assert 0 < facts["memory"]["available_bytes"] <= facts["memory"]["total_bytes"]
+    assert facts["extension"] is memory.extension_present()
+    assert "gloo" in facts["process_group_backends"]
+
+
+def test_doctor_as_text(capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for label in (
+        "Python",
+        "torch",
+        "devices",
+        "cores",
+        "memory",
+        "cgroup limit",
+        "huge pages",
+        "extension",
+        "backends",
+    ):
+        assert f"\n{label} " in "\n" + text
+    assert "ready:" in text
+
+
+def test_doctor_says_what_a_missing_extension_costs(monkeypatch, capsys):
+    monkeypatch.setattr(memory, "_C", None)
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "extension     missing" in text and "slower to allocate" in text and "compiler" in text
+
+
+def test_doctor_says_what_huge_pages_off_cost(monkeypatch, tmp_path, capsys):
+    setting = tmp_path / "enabled"
+    setting.write_text("always madvise [never]\n")
+    monkeypatch.setattr(doctor, "_HUGE_PAGES", setting)
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "huge pages    never" in text and "slower" in text
+
+
+def test_doctor_fails_on_settings_that_shard_would_refuse(monkeypatch, capsys):
+    monkeypatch.setenv("ZEROSHARDER_PREFETCHES", "1")
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "problem: ZEROSHARDER_PREFETCHES" in text and "ready:" not in text
+
+
+def test_cgroup_limit_is_the_smallest_on_the_way_up(tmp_path):
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/outer/inner\n")
+    inner = tmp_path / "v2" / "outer" / "inner"
+    inner.mkdir(parents=True)
+    (inner / "memory.max").write_text("max\n")
+    assert doctor.cgroup_memory_limit(tmp_path / "v2", membership) is None
+    (inner.parent / "memory.max").write_text("1000\n")
+    assert doctor.cgroup_memory_limit(tmp_path / "v2", membership) == 1000
+    (inner / "memory.max").write_text("2000\n")
+    assert doctor.cgroup_memory_limit(tmp_path / "v2", membership) == 1000
+
+
+def test_cgroup_limit_of_the_first_version_and_in_a_container(tmp_path):
+    membership = tmp_path / "cgroup"
+    membership.write_text("5:cpu,cpuacct:/x\n4:memory:/the/path/on/the/host\n")
+    mount = tmp_path / "v1" / "memory"
+    mount.mkdir(parents=True)
+    (mount / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert doctor.cgroup_memory_limit(tmp_path / "v1", membership) is None
+    (mount / "memory.limit_in_bytes").write_text("4096\n")
+    assert doctor.cgroup_memory_limit(tmp_path / "v1", membership) == 4096
+    assert doctor.cgroup_memory_limit(tmp_path / "v1", tmp_path / "absent") is None
+
+
+def test_wrong_commands_show_the_usage(capsys):
+    for argv in ([], ["nonsense"]):
+        with pytest.raises(SystemExit) as caught:
+            main(argv)
+        assert caught.value.code == 2
+        assert "usage: python -m zerosharder" in capsys.readouterr().err
+
+
+def test_as_a_module():
+    command = [sys.executable, "-m", "zerosharder", "settings"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY, check=True)
+    assert result.stdout == settings_page.render()

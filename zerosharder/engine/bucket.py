@@ -1,0 +1,338 @@
+"""One bucket of a unit: the flat shard, its parameters in all their forms, and its gradients.
+
+[Note: the forms of a parameter]
+* *sharded*: what the user and the optimizer see. A ``DTensor`` with ``Shard(0)`` (world of one: the plain
+  parameter) whose local tensor is a view of the flat shard.
+* *leaf*: what the forward computes with and autograd accumulates into: an ``nn.Parameter`` of the full shape in
+  the compute dtype. Its data is a view of a slot while the unit is gathered, and a NaN placeholder otherwise.
+* *grad*: ``sharded.grad``, a view of the flat gradient, which has the layout of the flat shard.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zerosharder.engine.collectives import GatherPart, ReducePart
+from zerosharder.engine.runtime import Runtime
+from zerosharder.engine.slots import Slot
+from zerosharder.offload.memory import host_buffer
+from zerosharder.partition.layout import BucketLayout, ParamLayout
+from zerosharder.partition.select import ParamUse
+
+
+
+def _own_references() -> int:
+    """What getrefcount says of an object that only a list holds, asked from inside a loop over that list."""
+    return max(sys.getrefcount(item) for item in [object()])
+
+
+_OWN_REFERENCES = _own_references()
+
+
+class UnitParam:
+    """One parameter in its three forms, see [Note: the forms of a parameter]."""
+
+    __slots__ = ("layout", "leaf", "local_sum", "name", "owners", "placeholder", "sharded", "slow_owners")
+
+    def __init__(self, use: ParamUse, layout: ParamLayout, sharded: nn.Parameter, leaf: nn.Parameter) -> None:
+        self.name = use.name
+        self.layout = layout
+        self.sharded = sharded
+        self.leaf = leaf
+        self.placeholder = leaf.data
+        self.local_sum: torch.Tensor | None = None  # unreduced gradients of earlier backwards, in the reduce dtype
+        plain = nn.Module.__setattr__
+        # Modules with a __setattr__ of their own (nn.LSTM keeps a list of its weights) must see every exchange.
+        self.owners = [(m, attr) for m, attr in use.owners if type(m).__setattr__ is plain]
+        self.slow_owners = [(m, attr) for m, attr in use.owners if type(m).__setattr__ is not plain]
+
+    @property
+    def has_local_grad(self) -> bool:
+        """Whether a whole, unreduced gradient of this rank is waiting."""
+        return self.leaf.grad is not None or self.local_sum is not None
+
+    def install(self, param: nn.Parameter) -> None:
+        """Makes ``param`` (one of the forms) what the owning modules read."""
+        for module, attr in self.owners:
+            module._parameters[attr] = param
+        for module, attr in self.slow_owners:
+            setattr(module, attr, param)
+
+    def take_local_grad(self) -> torch.Tensor | None:
+        """The whole gradient of this rank, 1-D, and forgets it; None if there is none."""
+        grad, self.leaf.grad = self.leaf.grad, None
+        if grad is not None and grad.layout != torch.strided:
+            grad = grad.to_dense()
+        if self.local_sum is not None:
+            if grad is not None:
+                self.local_sum.add_(grad)
+            grad, self.local_sum = self.local_sum, None
+        return None if grad is None else grad.reshape(-1)
+
+
+@dataclass
+class _SlotViews:
+    """Everything of a bucket's gathered form that is a view of one slot."""
+
+    full: torch.Tensor  # 1-D, the whole gathered buffer
+    leaves: list[torch.Tensor]
+    parts: list[GatherPart]
+    own: list[torch.Tensor]  # where this rank's chunks go before they are sent
+    unpacked: list[torch.Tensor]  # where packed chunks are read
+    packed: list[torch.Tensor]  # and where they arrive
+
+
+@dataclass
+class Reduction:
+    """A bucket's reduction under way: its parts and where their means go."""
+
+    parts: list[ReducePart]
+    wire_dtype: torch.dtype
+    target: torch.Tensor  # 1-D, layout of the flat gradient
+    direct: bool  # target is the flat gradient itself, not to be added to it
+    slots: list[Slot] = field(default_factory=list)
+
+
+class Bucket:
+    """See the module docstring. Made by ``build_bucket`` (engine/build.py)."""
+
+    def __init__(self, layout: BucketLayout, flat: torch.Tensor, params: list[UnitParam], runtime: Runtime) -> None:
+        self.layout = layout
+        self.flat = flat  # 1-D [shard_numel], the master weights
+        self.params = params
+        self.compute_dtype = runtime.compute_dtype(layout.dtype)
+        self._runtime = runtime
+        by_offset = sorted(layout.params, key=lambda p: (p.shard_offset, p.name))
+        self._positions = {p.name: position for position, p in enumerate(by_offset)}
+        self._grad: torch.Tensor | None = None  # 1-D [shard_numel + one mask element for each parameter]
+        self._grads: list[torch.Tensor] = []  # what sharded.grad is set to
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the gathered buffer in a slot, a whole number of pages."""
+        return -(-self.layout.full_numel * self.compute_dtype.itemsize // 4096) * 4096
+
+    @property
+    def rank(self) -> int:
+        """This rank within the shard group."""
+        return self._runtime.rank
+
+    @property
+    def flat_grad(self) -> torch.Tensor:
+        """The flat gradient, 1-D [shard_numel], layout of the flat shard."""
+        assert self._grad is not None
+        return self._grad[: self.layout.shard_numel]
+
+    def holds_grad(self, param: UnitParam, grad: torch.Tensor) -> bool:
+        """Whether ``grad`` lies in the flat gradient where that of ``param`` belongs."""
+        if self._grad is None:
+            return False
+        local = local_of(grad)
+        at = self._grad.data_ptr() + param.layout.shard_offset * self._grad.element_size()
+        return not local.numel() or (local.data_ptr() == at and local.dtype == self._grad.dtype)
+
+    def take_grad(self, param: UnitParam, grad: torch.Tensor) -> None:
+        """Copies a gradient that the user assigned to where the step over the flat shard reads it."""
+        if self._grad is None:
+            self._make_grads(self.layout.shard_numel + len(self.params))
+        local_of(self.as_sharded(self.flat_grad, param.layout)).copy_(local_of(grad))
+
+    def position(self, param: UnitParam) -> int:
+        """How many parameters lie before ``param`` in the flat shard."""
+        return self._positions[param.name]
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Bytes of the flat gradient, 0 before the first backward."""
+        return 0 if self._grad is None else self._grad.numel() * self._grad.element_size()
+
+    @property
+    def wants_grad(self) -> bool:
+        """Whether any parameter is trained now."""
+        return any(p.sharded.requires_grad for p in self.params)
+
+    # ---- gather
+
+    def fill_own(self, views: _SlotViews) -> None:
+        """Copies this rank's chunks (cast to the compute dtype) to where they are sent from and read."""
+        torch._foreach_copy_(views.own, self._own_sources())
+
+    def make_views(self, raw: torch.Tensor) -> _SlotViews:
+        """Views of ``raw``, uint8 [gathered_nbytes]; see partition/layout.py for the offsets."""
+        lay, rank, world = self.layout, self._runtime.rank, self._runtime.world
+        full = raw.view(self.compute_dtype)
+        views = _SlotViews(full, [], [], [], [], [])
+        for p in (param.layout for param in self.params):
+            views.leaves.append(full[p.full_offset : p.full_offset + p.numel].view(p.shape))
+            if p.direct:
+                region = full[p.full_offset : p.full_offset + p.chunk * world]
+                views.parts.append(GatherPart(region, p.chunk, p.valid))
+                start = rank * p.chunk
+                views.own.append(region[start : start + p.valid[rank]])
+                continue
+            for r in (rank,) if p.replicated else range(world):
+                at = p.full_offset + p.start_of(r)
+                source = lay.pack_full_offset + r * lay.pack_numel + p.shard_offset - lay.pack_shard_offset
+                if p.valid[r]:
+                    views.unpacked.append(full[at : at + p.valid[r]])
+                    views.packed.append(full[source : source + p.valid[r]])
+        if lay.pack_numel:
+            area = full[lay.pack_full_offset : lay.pack_full_offset + lay.pack_numel * world]
+            views.parts.append(GatherPart(area, lay.pack_numel, (lay.pack_numel,) * world))
+            views.own.append(area[rank * lay.pack_numel : (rank + 1) * lay.pack_numel])
+        return views
+
+    def _own_sources(self) -> list[torch.Tensor]:
+        lay, rank = self.layout, self._runtime.rank
+        flat = self.flat
+        sources = [flat[p.shard_offset : p.shard_offset + p.valid[rank]] for p in lay.params if p.direct]
+        if lay.pack_numel:
+            sources.append(flat[lay.pack_shard_offset : lay.pack_shard_offset + lay.pack_numel])
+        return sources
+
+    def write_back(self, views: _SlotViews) -> None:
+        """Takes this rank's rows back from the gathered form (after ``full_params(write=True)``)."""
+        rank = self._runtime.rank
+        for param, leaf in zip(self.params, views.leaves, strict=True):
+            p = param.layout
+            start = p.start_of(rank)
+            rows = leaf.reshape(-1)[start : start + p.valid[rank]]
+            self.flat[p.shard_offset : p.shard_offset + p.valid[rank]].copy_(rows)
+
+    # ---- reduce
+
+    def keep_local(self) -> None:
+        """After a backward without reduction: moves 16-bit gradients into sums of the reduce dtype."""
+        for p in self.params:
+            grad = p.leaf.grad
+            if grad is None or grad.dtype.itemsize >= 4:
+                continue
+            if p.local_sum is None:
+                p.local_sum = grad.float()
+            else:
+                p.local_sum.add_(grad)
+            p.leaf.grad = None
+
+    def start_reduction(self) -> Reduction:
+        """Takes the leaves' gradients and lays out their reduction."""
+        runtime, lay = self._runtime, self.layout
+        world = runtime.world
+        found = [p.take_local_grad() for p in self.params]
+        # An accumulated sum may be wider than what autograd makes; ranks agree, since they agree on no_sync.
+        dtypes = [g.dtype for g in found if g is not None]
+        wire = runtime.wire_dtype(max(dtypes, key=lambda d: d.itemsize, default=self.compute_dtype))
+        target, direct, slots = self._target()
+        parts = []
+        for param, grad in zip(self.params, found, strict=True):
+            p = param.layout
+            if p.direct:
+                grad = None if grad is None else grad.to(wire)
+                out = target[p.shard_offset : p.shard_offset + p.chunk]
+                parts.append(ReducePart(grad, p.chunk, p.valid, out))
+        parts.append(self._pack(found, wire, target, slots, world))
+        return Reduction(parts, wire, target, direct, slots)
+
+    def _pack(
+        self, found: list[torch.Tensor | None], wire: torch.dtype, target: torch.Tensor, slots: list[Slot], world: int
+    ) -> ReducePart:
+        """Packs small gradients and, for every parameter, whether it has one: [world, pack_numel + params]."""
+        lay = self.layout
+        width = lay.pack_numel + len(self.params)
+        slot = self._runtime.pool.acquire(world * width * wire.itemsize)
+        slots.append(slot)
+        area = slot.tensor.view(wire)[: world * width].zero_()
+        into, what = [], []
+        for param, grad in zip(self.params, found, strict=True):
+            p = param.layout
+            if p.direct or grad is None:
+                continue
+            for r in range(world):
+                at = r * width + p.shard_offset - lay.pack_shard_offset
+                start = p.start_of(r)
+                into.append(area[at : at + p.valid[r]])
+                what.append(grad[start : start + p.valid[r]])
+        if into:
+            torch._foreach_copy_(into, what)
+        mask = torch.tensor([0.0 if g is None else 1.0 for g in found], dtype=wire)
+        area.view(world, width)[:, lay.pack_numel :] = mask.to(area.device)
+        out = target[lay.pack_shard_offset : lay.pack_shard_offset + width]
+        return ReducePart(area, width, (width,) * world, out)
+
+    def _target(self) -> tuple[torch.Tensor, bool, list[Slot]]:
+        """Where the means go: the flat gradient if nothing is in it and nobody looks at it, else staging."""
+        lay = self.layout
+        length = lay.shard_numel + len(self.params)
+        empty = all(p.sharded.grad is None for p in self.params)
+        wide = lay.dtype.itemsize >= 4
+        if empty and wide:
+            if self._grad is None or self._is_grad_held():
+                self._make_grads(length)
+            assert self._grad is not None
+            return self._grad, True, []
+        dtype = lay.dtype if wide else torch.float32
+        slot = self._runtime.pool.acquire(length * dtype.itemsize)
+        return slot.tensor.view(dtype)[:length], False, [slot]
+
+    def finish_reduction(self, reduction: Reduction) -> Iterator[UnitParam]:
+        """Sets or adds to ``sharded.grad``; yields the parameters that got a gradient on any rank."""
+        lay = self.layout
+        mask = reduction.target[lay.shard_numel : lay.shard_numel + len(self.params)].tolist()
+        if not reduction.direct and self._grad is None:
+            self._make_grads(lay.shard_numel + len(self.params))
+        for param, grad, used in zip(self.params, self._grads, mask, strict=True):
+            sharded = param.sharded
+            if not used or not sharded.requires_grad:
+                continue
+            if not reduction.direct:
+                p = param.layout
+                n = p.valid[self._runtime.rank]
+                mean = reduction.target[p.shard_offset : p.shard_offset + n].view(p.local_shape(self._runtime.rank))
+                if sharded.grad is not None:
+                    local_of(sharded.grad).add_(mean)
+                    yield param
+                    continue
+                local_of(grad).copy_(mean)
+            sharded.grad = grad
+            yield param
+        for slot in reduction.slots:
+            self._runtime.pool.release(slot)
+
+    def _is_grad_held(self) -> bool:
+        """Whether the user kept a ``.grad`` of an earlier step, which must not change under their hands."""
+        return any(sys.getrefcount(grad) > _OWN_REFERENCES for grad in self._grads)
+
+    def _make_grads(self, length: int) -> None:
+        lay, runtime = self.layout, self._runtime
+        self._grad = flat_buffer(length, lay.dtype, runtime.device)
+        self._grads = [self.as_sharded(self._grad, p.layout) for p in self.params]
+
+    def as_sharded(self, flat: torch.Tensor, layout: ParamLayout) -> torch.Tensor:
+        """The view of ``flat`` (layout of the flat shard) that belongs to a parameter, as its sharded form."""
+        runtime = self._runtime
+        n = layout.valid[runtime.rank]
+        local = flat[layout.shard_offset : layout.shard_offset + n].view(layout.local_shape(runtime.rank))
+        if runtime.mesh is None:
+            return local
+        placements = runtime.replicated if layout.replicated else runtime.placements
+        whole = torch.empty(layout.shape, device="meta")
+        return DTensor.from_local(
+            local, runtime.mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor this rank holds of a DTensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def flat_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeroed, page-aligned 1-D buffer of ``numel`` elements (at least one is allocated)."""
+    if device.type == "cpu":
+        return host_buffer(max(1, numel) * dtype.itemsize).view(dtype)[:numel]
+    return torch.zeros(numel, dtype=dtype, device=device)

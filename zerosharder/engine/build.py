@@ -1,0 +1,144 @@
+"""From a plan to units: flat shards, sharded parameters, leaves. The values are those of rank 0, as with DDP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerosharder.engine.bucket import Bucket, UnitParam, flat_buffer
+from zerosharder.engine.materialize import materialize_params
+from zerosharder.engine.runtime import Runtime
+from zerosharder.engine.unit import Unit
+from zerosharder.partition.layout import BucketLayout, unit_layout
+from zerosharder.partition.select import ParamUse, UnitPlan
+
+
+@dataclass
+class Built:
+    """What ``build_units`` made, and what became of the parameters the model had before."""
+
+    units: list[Unit] = field(default_factory=list)
+    # id of an old parameter -> (the old one, kept so that its id stays taken; the one in its place)
+    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
+
+
+def build_units(model: nn.Module, plans: list[UnitPlan], runtime: Runtime) -> Built:
+    """Cuts every parameter of ``plans`` into flat shards, one unit after another.
+
+    A rank never holds more than its shards and one whole unit of a model that was built on the meta device.
+    """
+    built = Built()
+    for index, plan in enumerate(plans):
+        before = [use.param for use in plan.params]
+        materialize_params(model, plan.params, runtime.device)
+        described = [(u.name, u.param.shape, u.param.dtype, u.param.requires_grad) for u in plan.params]
+        by_name = {use.name: use for use in plan.params}
+        buckets = []
+        for layout in unit_layout(described, runtime.world):
+            flat = flat_buffer(layout.shard_numel, layout.dtype, runtime.device)
+            uses = [by_name[p.name] for p in layout.params]
+            _fill(flat, layout, uses, runtime)
+            bucket = Bucket(layout, flat, [], runtime)
+            bucket.params = [_unit_param(bucket, use, runtime) for use in uses]
+            buckets.append(bucket)
+        made = {p.name: p.sharded for bucket in buckets for p in bucket.params}
+        for old, use in zip(before, plan.params, strict=True):
+            built.replaced[id(old)] = (old, made[use.name])
+        built.units.append(Unit(index, plan.name, plan.entries, buckets, runtime))
+    return built
+
+
+def flatten_resident(plans: list[UnitPlan], model: nn.Module, device: torch.device) -> Built:
+    """World of one without casts: parameters stay what and where they are, as views of one buffer for each bucket."""
+    built = Built()
+    for plan in plans:
+        before = [use.param for use in plan.params]
+        materialize_params(model, plan.params, device)
+        described = [(u.name, u.param.shape, u.param.dtype, u.param.requires_grad) for u in plan.params]
+        by_name = {use.name: use.param for use in plan.params}
+        for layout in unit_layout(described, 1):
+            flat = flat_buffer(layout.shard_numel, layout.dtype, device)
+            for p in layout.params:
+                param = by_name[p.name]
+                local = flat[p.shard_offset : p.shard_offset + p.chunk].view(p.shape)
+                local.copy_(param.data)
+                param.data = local
+        for old, use in zip(before, plan.params, strict=True):
+            built.replaced[id(old)] = (old, use.param)
+    return built
+
+
+def sync_buffers(model: nn.Module, runtime: Runtime) -> None:
+    """Gives every rank the buffers of rank 0."""
+    group = runtime.control_group
+    if group is None:
+        return
+    with torch.no_grad():
+        for buffer in model.buffers():
+            if not buffer.numel() or buffer.layout is not torch.strided:
+                continue
+            host = buffer.detach().cpu().contiguous()
+            raw = (torch.view_as_real(host) if host.is_complex() else host).reshape(-1).view(torch.uint8)
+            dist.broadcast(raw, group=group, group_src=0)
+            buffer.copy_(host)
+
+
+def _fill(flat: torch.Tensor, layout: BucketLayout, uses: list[ParamUse], runtime: Runtime) -> None:
+    """Writes this rank's rows of the whole parameters of rank 0 into ``flat``."""
+    group = runtime.control_group
+    rank = group.rank() if group is not None else 0
+    if rank != 0:
+        assert group is not None
+        host = torch.empty(layout.shard_numel, dtype=layout.dtype)
+        group.recv([host.view(torch.uint8)], 0, 0).wait()
+        flat.copy_(host)
+        return
+    with torch.no_grad():
+        _write_rows(flat, layout, uses, runtime.rank)
+        for peer in range(1, group.size() if group is not None else 1):
+            assert group is not None
+            host = torch.zeros(layout.shard_numel, dtype=layout.dtype)
+            _write_rows(host, layout, uses, peer % runtime.world)
+            group.send([host.view(torch.uint8)], peer, 0).wait()
+
+
+def _write_rows(flat: torch.Tensor, layout: BucketLayout, uses: list[ParamUse], rank: int) -> None:
+    for p, use in zip(layout.params, uses, strict=True):
+        start, n = p.start_of(rank), p.valid[rank]
+        if p.replicated:
+            flat[p.shard_offset : p.shard_offset + n].copy_(use.param.data.reshape(-1))
+        elif n:
+            first = start // p.row_numel
+            rows = use.param.data[first : first + p.rows_of(rank)]
+            flat[p.shard_offset : p.shard_offset + n].copy_(rows.reshape(-1))
+
+
+def _unit_param(bucket: Bucket, use: ParamUse, runtime: Runtime) -> UnitParam:
+    layout = next(p for p in bucket.layout.params if p.name == use.name)
+    old = use.param
+    local = bucket.as_sharded(bucket.flat, layout)
+    if runtime.mesh is None:
+        sharded = old
+        sharded.data = local
+    else:
+        sharded = nn.Parameter(local, requires_grad=old.requires_grad)
+        sharded.__dict__.update(old.__dict__)
+        # Whoever kept the old parameter keeps a name, not the memory.
+        old.data = old.data.new_empty(0)
+    leaf = nn.Parameter(_placeholder(layout.shape, bucket.compute_dtype, runtime.device), requires_grad=False)
+    leaf.requires_grad_(old.requires_grad)
+    leaf.__dict__.update(old.__dict__)
+    param = UnitParam(use, layout, sharded, leaf)
+    param.install(sharded)
+    use.param = sharded
+    return param
+
+
+def _placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of ``shape`` that takes one element of memory and reads NaN (integers: the lowest)."""
+    floating = dtype.is_floating_point or dtype.is_complex
+    lowest = False if dtype is torch.bool else torch.iinfo(dtype).min if not floating else float("nan")
+    return torch.full((1,), lowest, dtype=dtype, device=device).as_strided(shape, (0,) * len(shape))

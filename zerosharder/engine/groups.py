@@ -1,0 +1,144 @@
+"""The world a model is sharded over: device, mesh, process groups, and the watchdog that watches them.
+
+Worlds are cached: every model of a job that is sharded over the same ranks shares groups and watchdog.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from zerosharder.config import Config, distributed_env
+from zerosharder.engine.collectives import Collectives, GroupCollectives, PairwiseExchange
+from zerosharder.engine.runtime import DTYPES, Runtime
+from zerosharder.engine.slots import SlotPool
+from zerosharder.engine.watchdog import Watchdog
+from zerosharder.errors import EnvironmentSetupError, ShardError
+
+
+@dataclass
+class World:
+    """Groups of this rank. ``None`` groups mean a world of one there."""
+
+    device: torch.device
+    mesh: DeviceMesh | None
+    shard: tuple[dist.ProcessGroup, dist.ProcessGroup] | None  # for gathers, for reductions
+    replicate: dist.ProcessGroup | None
+    control: dist.ProcessGroup | None
+    watchdog: Watchdog | None
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is nobody to share with."""
+        return self.mesh is None
+
+    def runtime(self, config: Config) -> Runtime:
+        """A runtime for one model on this world."""
+        pool = SlotPool(self.device)
+        gather, reduce = self.shard if self.shard is not None else (None, None)
+        collectives: Collectives
+        if self.device.type == "cuda" and gather is not None and reduce is not None:
+            collectives = GroupCollectives(gather, reduce, DTYPES[config.reduce_dtype])
+        else:
+            collectives = PairwiseExchange(gather, reduce, pool)
+        outer: tuple[Placement, ...] = (Replicate(),) if self.mesh is not None and self.mesh.ndim == 2 else ()
+        return Runtime(
+            config=config,
+            device=self.device,
+            mesh=self.mesh,
+            placements=(*outer, Shard(0)),
+            replicated=(*outer, Replicate()),
+            collectives=collectives,
+            pool=pool,
+            replicate_group=self.replicate,
+            control_group=self.control,
+            number=next(_numbers),
+            explain=self.watchdog.explain if self.watchdog is not None else None,
+        )
+
+
+_numbers = itertools.count()
+_worlds: dict[object, World] = {}
+_default_group: object = None
+
+
+def join_world(config: Config, mesh: DeviceMesh | None) -> World:
+    """The world of ``mesh``; without one, all ranks of the job, whose process group is initialised if need be.
+
+    Raises:
+        EnvironmentSetupError: started by a launcher with a variable missing, or a mesh without a process group.
+        ShardError: a mesh of more than two dimensions, or one that this rank is not part of.
+    """
+    global _default_group
+    environment = None if dist.is_initialized() else distributed_env()
+    if environment is not None:
+        with_cuda = torch.cuda.is_available()
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if with_cuda else "gloo",
+            timeout=timedelta(seconds=config.timeout),
+            device_id=torch.device("cuda", environment.local_rank) if with_cuda else None,
+        )
+        atexit.register(_leave)
+    if not dist.is_initialized():
+        if mesh is not None:
+            raise EnvironmentSetupError("mesh= needs a process group; start the script with torchrun")
+        return World(_local_device(), None, None, None, None, None)
+    device = _group_device()
+    if mesh is None:
+        if dist.get_world_size() == 1:
+            return World(device, None, None, None, None, None)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    if _default_group is not dist.group.WORLD:
+        _worlds.clear()
+        _default_group = dist.group.WORLD
+    key = (mesh, config.timeout)
+    if key not in _worlds:
+        _worlds[key] = _make_world(config, mesh, device)
+    return _worlds[key]
+
+
+def _make_world(config: Config, mesh: DeviceMesh, device: torch.device) -> World:
+    if mesh.ndim not in (1, 2):
+        raise ShardError(f"mesh= has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}: give (shard,) or (replicate, shard)")
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ShardError(f"rank {dist.get_rank()} is not part of mesh= {mesh}; call shard() on its ranks only")
+    if mesh.size() == 1:
+        return World(device, None, None, None, None, None)
+    ranks = mesh.mesh if mesh.ndim == 2 else mesh.mesh.unsqueeze(0)
+    row, column = (coordinate[0], coordinate[1]) if mesh.ndim == 2 else (0, coordinate[0])
+    timeout = timedelta(seconds=config.timeout)
+
+    def group(members: list[int], backend: str | None = None) -> dist.ProcessGroup:
+        return dist.new_group(members, timeout=timeout, backend=backend, use_local_synchronization=True)
+
+    shard_ranks, replicas = ranks[row].tolist(), ranks[:, column].tolist()
+    control = group(sorted(ranks.flatten().tolist()), "gloo")
+    shard = (group(shard_ranks), group(shard_ranks)) if len(shard_ranks) > 1 else None
+    replicate = group(replicas) if len(replicas) > 1 else None
+    store = dist.PrefixStore(f"zerosharder/{len(_worlds)}", dist.distributed_c10d._get_default_store())
+    return World(device, mesh, shard, replicate, control, Watchdog(store, control.rank(), control.size()))
+
+
+def _local_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _group_device() -> torch.device:
+    """The device the job's process group serves: never a guess from what the machine has."""
+    backend = dist.get_backend_config()
+    if "cuda" in backend and "nccl" in backend and torch.cuda.is_available():
+        return _local_device()
+    return torch.device("cpu")
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,83 @@
+"""Where the engine takes hold of a model: wrapped forwards, and reads of sharded parameters.
+
+A module's ``forward`` is replaced on the instance, so that ``module(x)``, ``module.forward(x)`` and anything that
+calls either goes through the engine, while the class stays what it was.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from zerosharder.errors import ShardError
+
+if TYPE_CHECKING:
+    from zerosharder.engine.engine import Engine
+    from zerosharder.engine.unit import Unit
+
+
+class OnDemandParameters(dict[str, "nn.Parameter | None"]):
+    """``module._parameters`` of a module that owns sharded parameters.
+
+    A parent may read a child's weight without calling the child (``x @ self.embedding.weight.T``). Inside a wrapped
+    forward such a read gathers the weight's unit and gives the gathered form. Iterating (named_parameters, state
+    dicts) never does.
+    """
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, items: dict[str, nn.Parameter | None], engine: Engine) -> None:
+        super().__init__(items)
+        self._engine = engine
+
+    def __getitem__(self, key: str) -> nn.Parameter | None:
+        param = super().__getitem__(key)
+        if param is None or not self._engine.is_in_pass:
+            return param
+        return self._engine.demand(param) or param
+
+
+def install(engine: Engine) -> None:
+    """Wraps the forward of every entry and the parameter table of every owner."""
+    by_entry: dict[nn.Module, list[Unit]] = {}
+    for unit in engine.units:
+        for module in unit.entries:
+            by_entry.setdefault(module, []).append(unit)
+    for module, units in by_entry.items():
+        wrap_method(engine, units, module, "forward")
+    for unit in engine.units:
+        for param in unit.params:
+            for module, _ in param.owners + param.slow_owners:
+                if not isinstance(module._parameters, OnDemandParameters):
+                    module.__dict__["_parameters"] = OnDemandParameters(module._parameters, engine)
+
+
+def wrap_method(engine: Engine, units: list[Unit], module: nn.Module, name: str) -> None:
+    """Makes ``module.name(...)`` a wrapped forward of ``units``."""
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise ShardError(f"{type(module).__name__} has no method {name!r} to register")
+    if getattr(method, "_zerosharder_wrapped", False):
+        return
+    module.__dict__[name] = _wrapped(engine, units, method)
+
+
+def _wrapped(engine: Engine, units: list[Unit], method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        frame, args, kwargs = engine.enter(units, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            engine.abandon(frame)
+            raise
+        engine.leave(frame, output)
+        return output
+
+    # The engine's bookkeeping is not for the compiler; what it calls is (torch.compile reads this attribute).
+    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+    forward._zerosharder_wrapped = True  # type: ignore[attr-defined]
+    return forward

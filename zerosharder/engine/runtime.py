@@ -1,0 +1,81 @@
+"""What every unit of an engine shares: device, mesh, transport, memory, log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from zerosharder.config import Config
+from zerosharder.engine.collectives import TAGS_PER_UNIT, Collectives
+from zerosharder.engine.slots import SlotPool
+from zerosharder.engine.streams import Lane
+from zerosharder.observe.counters import Counters
+from zerosharder.observe.events import EventLog
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Runtime:
+    """Made once by ``shard()``; units and the engine hold a reference."""
+
+    config: Config
+    device: torch.device
+    mesh: DeviceMesh | None  # None in a world of one
+    placements: tuple[Placement, ...]  # of a row-sharded parameter
+    replicated: tuple[Placement, ...]  # of a 0-dim parameter
+    collectives: Collectives
+    pool: SlotPool
+    replicate_group: dist.ProcessGroup | None = None  # HSDP: the ranks that hold the same rows
+    control_group: dist.ProcessGroup | None = None  # agreements; always on the CPU
+    number: int = 0  # of the model in this process, the same on every rank
+    gather_lane: Lane = field(init=False)
+    reduce_lane: Lane = field(init=False)
+    counters: Counters = field(default_factory=Counters)
+    log: EventLog = field(default_factory=EventLog)
+    # Turns a failed wait into the exception that names the culprit; set by the watchdog.
+    explain: Callable[[str, str, RuntimeError], Exception] | None = None
+
+    def __post_init__(self) -> None:
+        self.gather_lane = Lane(self.device)
+        self.reduce_lane = Lane(self.device)
+
+    @property
+    def rank(self) -> int:
+        """Rank within the shard group."""
+        return self.collectives.rank
+
+    @property
+    def world(self) -> int:
+        """Size of the shard group."""
+        return self.collectives.world
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype a parameter of ``dtype`` is gathered and computed in."""
+        wanted = DTYPES[self.config.param_dtype]
+        if self.config.param_dtype == "fp32" or not dtype.is_floating_point:
+            return dtype
+        return wanted
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype a gradient of ``dtype`` is sent in: never wider than it is, narrower if the setting says so."""
+        wanted = DTYPES[self.config.reduce_dtype]
+        return wanted if wanted.itemsize < dtype.itemsize else dtype
+
+    def tag(self, unit: int, part: int = 0) -> int:
+        """Message tag of a unit's operation, apart from those of every other unit and model."""
+        return (self.number % 256 << 23) + (unit % 2048) * TAGS_PER_UNIT + part
+
+    def guarded(self, what: str, unit: str, wait: Callable[[], None]) -> None:
+        """Runs ``wait``; a transport error comes out as the exception that names who was missing."""
+        try:
+            wait()
+        except RuntimeError as error:
+            if self.explain is None:
+                raise
+            raise self.explain(what, unit, error) from error

@@ -1,0 +1,109 @@
+"""Makes an existing optimizer work on sharded parameters.
+
+The optimizer object, its ``param_groups`` dicts (empty ones and extra keys included) and their order stay; only the
+parameters inside, and state that earlier steps left, are exchanged for their sharded forms.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from zerosharder.engine.bucket import Bucket, UnitParam
+from zerosharder.errors import OptimizerError
+from zerosharder.optim.flat import step_over_flat_shards
+
+log = logging.getLogger("zerosharder")
+
+
+class Adoption:
+    """Knows the parameters of one sharded model, old and new, and adopts the optimizers that hold them."""
+
+    def __init__(self, replaced: dict[int, tuple[nn.Parameter, nn.Parameter]], buckets: Iterable[Bucket]) -> None:
+        self._replaced = replaced
+        self._owner: dict[int, tuple[Bucket, UnitParam]] = {
+            id(p.sharded): (bucket, p) for bucket in buckets for p in bucket.params
+        }
+        self._known = {id(new) for _, new in replaced.values()}
+        _watch_steps(self)
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Exchanges parameters and state in place; calling it again changes nothing.
+
+        Raises:
+            OptimizerError: not an optimizer, or one that holds none of the model's parameters.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise OptimizerError(
+                f"shard() takes a torch.optim.Optimizer as its second argument, got {type(optimizer).__name__}"
+            )
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if params and not any(id(p) in self._replaced or id(p) in self._known for p in params):
+            foreign = params[0]
+            raise OptimizerError(
+                f"{type(optimizer).__name__} holds none of the model's parameters (its first one has shape "
+                f"{tuple(foreign.shape)}); build it from model.parameters() of the model that is sharded"
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [self._new(p) for p in group["params"]]
+        for old in list(optimizer.state):
+            new = self._new(old) if isinstance(old, torch.Tensor) else old
+            if new is not old:
+                state = optimizer.state.pop(old)
+                optimizer.state[new] = {key: self._shard_state(new, value) for key, value in state.items()}
+        step_over_flat_shards(optimizer, self._owner)
+
+    def holds_replaced(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether ``optimizer`` still has parameters that ``shard()`` put others in place of."""
+        return any(self._new(p) is not p for group in optimizer.param_groups for p in group["params"])
+
+    def _new(self, param: nn.Parameter) -> nn.Parameter:
+        found = self._replaced.get(id(param))
+        return param if found is None else found[1]
+
+    def _shard_state(self, param: nn.Parameter, value: Any) -> Any:
+        """State of a whole parameter -> of its shard; anything of another shape is left as it is."""
+        owner = self._owner.get(id(param))
+        if owner is None or not isinstance(value, torch.Tensor) or tuple(value.shape) != owner[1].layout.shape:
+            return value
+        bucket, unit_param = owner
+        if not unit_param.layout.shape:
+            return value
+        layout = unit_param.layout
+        flat = torch.zeros(bucket.layout.shard_numel, dtype=value.dtype, device=value.device)
+        sharded = bucket.as_sharded(flat, layout)
+        rank = bucket.rank
+        n = layout.valid[rank]
+        start = layout.start_of(rank)
+        flat[layout.shard_offset : layout.shard_offset + n].copy_(value.reshape(-1)[start : start + n])
+        return sharded.clone()
+
+
+_adoptions: weakref.WeakSet[Adoption] = weakref.WeakSet()
+_is_watching = False
+
+
+def _watch_steps(adoption: Adoption) -> None:
+    """An optimizer built before ``shard(model)`` and never passed to it would silently train nothing."""
+    global _is_watching
+    _adoptions.add(adoption)
+    if not _is_watching:
+        _is_watching = True
+        register_optimizer_step_pre_hook(_adopt_late)
+
+
+def _adopt_late(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for adoption in list(_adoptions):
+        if adoption.holds_replaced(optimizer):
+            log.warning(
+                "%s was built before its model was sharded and not passed to shard(); adopted at its first step. "
+                "Pass it: model, optimizer = zerosharder.shard(model, optimizer)",
+                type(optimizer).__name__,
+            )
+            adoption.adopt(optimizer)
