@@ -47,6 +47,7 @@ import threading
 import time
 import traceback
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -640,6 +641,7 @@ class _Session:
         self.store: Any = None
         self.group: Any = None
         self.world = 1
+        self.threads = Counter(t.name for t in threading.enumerate())  # names and most threads seen of each
 
     def answer(self, kind: str, arguments: list[Any]) -> _Reply:
         import pytest
@@ -719,10 +721,10 @@ class _Session:
         dist.all_reduce(token)
         if token.item() != call * self.world:
             raise AssertionError(f"the test left collectives out of step: a check summed {token.item()}")
-        threads = [t.name for t in threading.enumerate() if t is not threading.current_thread()]
-        threads = [name for name in threads if name != "harness-parent-watch"]
-        if threads:
-            print(f"threads still alive after the test: {', '.join(sorted(threads))}")
+        threads = Counter(t.name for t in threading.enumerate())
+        if more := threads - self.threads:
+            print(f"threads that stay alive after the test: {', '.join(sorted(more.elements()))}")
+        self.threads |= threads
         return _Reply("ok", worn=_worn())
 
     def _settle(self) -> None:

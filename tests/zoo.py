@@ -191,6 +191,42 @@ class _Attention(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class _Experts(nn.Module):
+    """Top-1 routing over a list of experts. One that gets no token is not called, so ranks call different ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(24, 12, bias=False)
+        self.experts = nn.ModuleList(
+            [nn.Sequential(nn.Linear(24, 32), nn.GELU(), nn.Linear(32, 24)) for _ in range(12)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weight, chosen = self.router(tokens).softmax(-1).max(-1)
+        out = torch.zeros_like(tokens)
+        for number in chosen.unique().tolist():
+            rows = (chosen == number).nonzero()[:, 0]
+            out = out.index_add(0, rows, self.experts[number](tokens[rows]) * weight[rows, None])
+        return x + out.view_as(x)
+
+
+class _MixtureOfExperts(nn.Module):
+    """What people wrote before there were grouped kernels: blocks with a list of expert modules in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 24)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(24), _Experts()) for _ in range(3)])
+        self.head = nn.Linear(24, VOCAB)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 class _Convolutions(nn.Module):
     """Batch norm, group norm, transposed and grouped convolutions, PReLU, one weight-normalised layer."""
 
@@ -220,6 +256,7 @@ _add("torch-encoder", "encoder", _Encoder, _language, lambda m, x: m(**x))
 _add("torch-lstm", "recurrent", lambda: _Recurrent(nn.LSTM, proj_size=0), _language, lambda m, x: m(**x))
 _add("torch-gru", "recurrent", lambda: _Recurrent(nn.GRU, bidirectional=True), _language, lambda m, x: m(**x))
 _add("torch-attention", "encoder", _Attention, _language, lambda m, x: m(**x))
+_add("torch-moe", "moe", _MixtureOfExperts, _language, lambda m, x: m(**x))
 _add("torch-conv", "vision", _Convolutions, _images(8), lambda m, x: m(**x))
 
 

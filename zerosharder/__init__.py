@@ -1,6 +1,6 @@
 """One line shards a PyTorch model, its gradients and its optimizer state over all ranks.
 
-    model, optimizer = zerosharder.shard(model, optimizer)
+model, optimizer = zerosharder.shard(model, optimizer)
 """
 
 from zerosharder.api import (

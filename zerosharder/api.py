@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
-import logging
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerosharder.config import Config
-from zerosharder.engine.build import Built, build_units, flatten_resident, sync_buffers
+from zerosharder.engine.build import Built, build_units, flatten_resident, move_rest, sync_buffers
 from zerosharder.engine.engine import Engine
 from zerosharder.engine.groups import World, join_world
 from zerosharder.engine.hooks import install, wrap_method
@@ -25,7 +25,10 @@ from zerosharder.engine.materialize import has_meta, materialize_buffers
 from zerosharder.engine.runtime import Runtime
 from zerosharder.errors import DesyncError, ShardError, StateError
 from zerosharder.observe.counters import Stats
+from zerosharder.observe.events import write_trace
+from zerosharder.observe.log import configure, log
 from zerosharder.observe.report import snapshot
+from zerosharder.offload.memory import return_free_memory
 from zerosharder.optim.adopt import Adoption
 from zerosharder.partition.select import (
     ParamUse,
@@ -36,8 +39,6 @@ from zerosharder.partition.select import (
     find_params,
     select_units,
 )
-
-log = logging.getLogger("zerosharder")
 
 M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
@@ -125,8 +126,8 @@ def shard(
         model.__dict__["no_sync"] = functools.partial(no_sync, model)
     elif optimizer is None or (request != known.request and (config or mesh or units or ignored)):
         raise ShardError(
-            f"{type(model).__name__} is already sharded. A second shard(model, optimizer) with the same settings adopts "
-            f"an optimizer; it was sharded with: {known.request}; now: {request}"
+            f"{type(model).__name__} is already sharded. A second shard(model, optimizer) with the same settings "
+            f"adopts an optimizer; it was sharded with: {known.request}; now: {request}"
         )
     if optimizer is None:
         return model
@@ -142,12 +143,16 @@ def _shard_model(
     ignored: Sequence[nn.Parameter],
     request: str,
 ) -> Sharding:
-    logging.getLogger("zerosharder").setLevel(config.log.upper())
+    configure(config.log)
     uses = find_params(model, ignored)
     check_shardable(model, uses)
-    inner = next((name for name, m in model.named_modules() if m is not model and _ATTRIBUTE in m.__dict__), None)
+    inner = next(
+        (name for name, m in model.named_modules() if m is not model and _ATTRIBUTE in m.__dict__), None
+    )
     if inner is not None:
-        raise ShardError(f"module {inner!r} of the model is already sharded by zerosharder; shard the whole model once")
+        raise ShardError(
+            f"module {inner!r} of the model is already sharded by zerosharder; shard the whole model once"
+        )
     plans = select_units(model, uses, units)
     world = join_world(config, mesh)
     if config.cpu_threads:
@@ -155,8 +160,6 @@ def _shard_model(
     runtime = world.runtime(config)
     _check_agreement(uses, plans, config, runtime)
     on_meta = has_meta(model)
-    if not on_meta:
-        model.to(world.device)
     casts = any(runtime.compute_dtype(use.param.dtype) != use.param.dtype for use in uses)
     if world.is_one and not casts:
         built = flatten_resident(plans, model, world.device)
@@ -164,13 +167,17 @@ def _shard_model(
         built = build_units(model, plans, runtime)
     if on_meta:
         materialize_buffers(model, world.device)
+    move_rest(model, ignored, world.device)
     sync_buffers(model, runtime)
+    return_free_memory()
     engine = Engine(model, built.units, runtime)
     install(engine)
     if world.watchdog is not None:
         world.watchdog.describe = engine.describe
     sharding = Sharding(engine, built, request)
     _live.add(sharding)
+    if config.trace:
+        atexit.register(trace, config.trace)
     _announce(model, plans, world, runtime)
     return sharding
 
@@ -222,12 +229,17 @@ def stats(model: nn.Module) -> Stats:
 
 
 def trace(path: str | Path) -> None:
-    """Writes the event logs of all sharded models for chrome://tracing; ``{rank}`` in ``path`` is replaced."""
-    for number, sharding in enumerate(sorted(_live, key=lambda s: s.engine.runtime.number)):
-        runtime = sharding.engine.runtime
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        target = str(path).replace("{rank}", str(rank))
-        runtime.log.write(target if not number else f"{target}.{number}", rank)
+    """Writes what this rank's engines did so far to ``path``, for chrome://tracing and Perfetto.
+
+    With more than one rank a dot and the rank are appended, unless ``path`` contains ``{rank}``.
+    """
+    engines = [s.engine for s in sorted(_live, key=lambda s: s.engine.runtime.number)]
+    if not engines:
+        raise StateError("no model is sharded, so there is nothing to trace")
+    control = engines[0].runtime.control_group
+    rank = control.rank() if control is not None else 0
+    target = str(path) if control is None or "{rank}" in str(path) else f"{path}.{{rank}}"
+    write_trace(target.replace("{rank}", str(rank)), rank, {e.model_name: e.runtime.log for e in engines})
 
 
 def _of(model: nn.Module) -> Sharding:
@@ -257,9 +269,12 @@ def _check_agreement(
             continue
         for key in ("settings", "units"):
             if other[key] != everyone[0][key]:
-                raise DesyncError(f"rank {rank} shards with {key} {other[key]}, rank 0 with {everyone[0][key]}", (rank,))
+                raise DesyncError(
+                    f"rank {rank} shards with {key} {other[key]}, rank 0 with {everyone[0][key]}", (rank,)
+                )
         ours, theirs = everyone[0]["parameters"], other["parameters"]
-        at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
         here = params[at] if at < len(params) else "none"
         raise DesyncError(
             f"rank {rank} has {len(theirs)} parameters, rank 0 has {len(ours)}; the first that differs is number {at} "
@@ -282,7 +297,7 @@ def _announce(model: nn.Module, plans: Sequence[UnitPlan], world: World, runtime
     )
     if scalars and runtime.world > 1:
         log.warning(
-            "%d scalar parameters are replicated. clip_grad_norm_(foreach=False) of torch combines their norms wrongly; "
-            "its default path is right",
+            "%d scalar parameters are replicated. torch's clip_grad_norm_(foreach=False) combines their norms "
+            "wrongly; its default path is right",
             scalars,
         )

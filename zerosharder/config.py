@@ -274,8 +274,8 @@ class Config:
         default="fp32",
         default_text="fp32",
         accepted="fp32, bf16 or fp16",
-        doc="Dtype in which gradients are summed over the ranks: fp32 never rounds them; bf16 and fp16 halve "
-        "the bytes sent and round each partial sum.",
+        doc="Widest dtype in which gradients are sent: fp32 sends them as the backward made them; bf16 and fp16 "
+        "round fp32 gradients first, which halves the bytes. Sums over ranks are always in fp32 on the CPU.",
     )
     reshard: ReshardPolicy = _setting(
         "RESHARD",
@@ -294,8 +294,8 @@ class Config:
         default_text="auto",
         accepted="auto, or a size such as 512MiB, 1.5GB or 4096 (0 turns prefetching off)",
         unit="bytes",
-        doc="How many bytes of gathered weights may be in flight ahead of the unit that computes; auto lets "
-        "the engine choose.",
+        doc="How many bytes of gathered weights may be in flight ahead of the unit that computes; auto is the "
+        "size of a typical unit, and at least one unit.",
     )
     cpu_threads: int = _setting(
         "CPU_THREADS",
@@ -321,15 +321,16 @@ class Config:
         default=None,
         default_text="",
         accepted="the path of a file",
-        doc="File the event log is written to; not set means no trace.",
+        doc="File the event log is written to when the process ends, for chrome://tracing; with more than one rank, "
+        "a dot and the rank are appended unless the path contains {rank}.",
     )
     log: LogLevel = _setting(
         "LOG",
         _one_of("debug", "info", "warning", "error"),
-        default="warning",
-        default_text="warning",
+        default="info",
+        default_text="info",
         accepted="debug, info, warning or error",
-        doc="Least severe message that is printed.",
+        doc="Least severe message that is printed (on stderr, where the application did not configure logging).",
     )
 
     explicit: frozenset[str] = field(init=False, repr=False, compare=False, default=frozenset())

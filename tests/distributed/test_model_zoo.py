@@ -14,6 +14,7 @@ import zoo
 from harness import distributed, note
 from parity import assert_same, average_grads, full_params, is_bitwise, reference_ddp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 STEPS = 3
 BOUND = 1e-6  # relative to the largest magnitude in each tensor
@@ -37,6 +38,7 @@ def test_architecture(name: str) -> None:
     model = arch.build()
     optimizer = _adamw(model)
     zs.shard(model, optimizer)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
     losses = _train(arch, model, optimizer)
     found = full_params(model)
     end = time.perf_counter()

@@ -26,7 +26,7 @@ FROZEN = {
     "cpu_threads": ("ZEROSHARDER_CPU_THREADS", 0),
     "timeout": ("ZEROSHARDER_TIMEOUT", 300.0),
     "trace": ("ZEROSHARDER_TRACE", None),
-    "log": ("ZEROSHARDER_LOG", "warning"),
+    "log": ("ZEROSHARDER_LOG", "info"),
 }
 
 WORDS = {

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zerosharder.engine.engine import Engine
 
 # Reductions under way at the same time. Each holds the whole gradients of its unit until they are sent.
-MAX_REDUCTIONS = 2
+MAX_REDUCTIONS = 1
 
 
 class BackwardWalk:
@@ -81,7 +81,7 @@ class BackwardWalk:
         self._active = True
         self._began = time.perf_counter()
         self._engine.phase = Phase.BACKWARD
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _go_to(self, owner: Pass) -> None:
         """Completes the pass under way and goes on with ``owner``, or with what other ranks go through before it."""
@@ -112,19 +112,25 @@ class BackwardWalk:
         """
         tape = self._engine.tape
         while len(tape.passes) > 1:
-            state = torch.tensor([mine, *(int(p.is_alive) for p in tape.passes)])
-            self._engine.runtime.guarded("agreement on the pass", "", lambda s=state: self._max(s))
-            highest, *alive = state.tolist()
+            highest, *alive = self._max([mine, *(int(p.is_alive) for p in tape.passes)])
             by_number = {p.number: p for p in tape.passes}
             tape.keep([p for p, a in zip(tape.passes, alive, strict=True) if a or p in self._finished])
             if highest == mine:
                 return
             yield by_number[highest]
 
-    def _max(self, state: torch.Tensor) -> None:
-        group = self._engine.runtime.control_group
-        if group is not None:
-            dist.all_reduce(state, op=dist.ReduceOp.MAX, group=group)
+    def _max(self, values: list[int]) -> list[int]:
+        """The elementwise maximum over all ranks."""
+        runtime = self._engine.runtime
+        if runtime.control_group is None:
+            return values
+        state = torch.tensor(values)
+
+        def exchange() -> None:
+            dist.all_reduce(state, op=dist.ReduceOp.MAX, group=runtime.control_group)
+
+        runtime.guarded("agreement on the passes of a backward", "", exchange)
+        return [int(value) for value in state.tolist()]
 
     def _walk(self, position: int) -> None:
         """Does every event from the cursor down to ``position``, which is included."""
@@ -180,7 +186,9 @@ class BackwardWalk:
             self._complete_current()
         for unit in engine.units:
             if engine.sync:
-                late = unit.grad_state is not GradState.REDUCING and any(p.has_local_grad for p in unit.params)
+                late = unit.grad_state is not GradState.REDUCING and any(
+                    p.has_local_grad for p in unit.params
+                )
                 if late:  # used outside of its calls: reduced at the end, in unit order
                     self._reduce(unit)
             else:

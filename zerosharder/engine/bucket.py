@@ -26,7 +26,6 @@ from zerosharder.partition.layout import BucketLayout, ParamLayout
 from zerosharder.partition.select import ParamUse
 
 
-
 def _own_references() -> int:
     """What getrefcount says of an object that only a list holds, asked from inside a loop over that list."""
     return max(sys.getrefcount(item) for item in [object()])
@@ -46,7 +45,9 @@ class UnitParam:
         self.sharded = sharded
         self.leaf = leaf
         self.placeholder = leaf.data
-        self.local_sum: torch.Tensor | None = None  # unreduced gradients of earlier backwards, in the reduce dtype
+        self.local_sum: torch.Tensor | None = (
+            None  # unreduced gradients of earlier backwards, in the reduce dtype
+        )
         plain = nn.Module.__setattr__
         # Modules with a __setattr__ of their own (nn.LSTM keeps a list of its weights) must see every exchange.
         self.owners = [(m, attr) for m, attr in use.owners if type(m).__setattr__ is plain]
@@ -102,7 +103,9 @@ class Reduction:
 class Bucket:
     """See the module docstring. Made by ``build_bucket`` (engine/build.py)."""
 
-    def __init__(self, layout: BucketLayout, flat: torch.Tensor, params: list[UnitParam], runtime: Runtime) -> None:
+    def __init__(
+        self, layout: BucketLayout, flat: torch.Tensor, params: list[UnitParam], runtime: Runtime
+    ) -> None:
         self.layout = layout
         self.flat = flat  # 1-D [shard_numel], the master weights
         self.params = params
@@ -221,7 +224,7 @@ class Bucket:
 
     def start_reduction(self) -> Reduction:
         """Takes the leaves' gradients and lays out their reduction."""
-        runtime, lay = self._runtime, self.layout
+        runtime = self._runtime
         world = runtime.world
         found = [p.take_local_grad() for p in self.params]
         # An accumulated sum may be wider than what autograd makes; ranks agree, since they agree on no_sync.
@@ -239,7 +242,12 @@ class Bucket:
         return Reduction(parts, wire, target, direct, slots)
 
     def _pack(
-        self, found: list[torch.Tensor | None], wire: torch.dtype, target: torch.Tensor, slots: list[Slot], world: int
+        self,
+        found: list[torch.Tensor | None],
+        wire: torch.dtype,
+        target: torch.Tensor,
+        slots: list[Slot],
+        world: int,
     ) -> ReducePart:
         """Packs small gradients and, for every parameter, whether it has one: [world, pack_numel + params]."""
         lay = self.layout
@@ -292,7 +300,9 @@ class Bucket:
             if not reduction.direct:
                 p = param.layout
                 n = p.valid[self._runtime.rank]
-                mean = reduction.target[p.shard_offset : p.shard_offset + n].view(p.local_shape(self._runtime.rank))
+                mean = reduction.target[p.shard_offset : p.shard_offset + n].view(
+                    p.local_shape(self._runtime.rank)
+                )
                 if sharded.grad is not None:
                     local_of(sharded.grad).add_(mean)
                     yield param

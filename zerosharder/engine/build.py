@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -69,6 +70,12 @@ def flatten_resident(plans: list[UnitPlan], model: nn.Module, device: torch.devi
         for old, use in zip(before, plan.params, strict=True):
             built.replaced[id(old)] = (old, use.param)
     return built
+
+
+def move_rest(model: nn.Module, ignored: Sequence[nn.Parameter], device: torch.device) -> None:
+    """Moves what is not sharded, buffers and ignored parameters, to ``device``."""
+    for tensor in (*model.buffers(), *ignored):
+        tensor.data = tensor.data.to(device)
 
 
 def sync_buffers(model: nn.Module, runtime: Runtime) -> None:

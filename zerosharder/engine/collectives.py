@@ -87,6 +87,7 @@ class PairwiseExchange:
         self._peers = [(self.rank + i) % self.world for i in range(1, self.world)]
 
     def gather(self, parts: Sequence[GatherPart], tag: int) -> Pending:
+        """See Collectives."""
         receives: list[dist.Work] = []
         sends: list[dist.Work] = []
         group, me = self._gather_group, self.rank
@@ -103,27 +104,16 @@ class PairwiseExchange:
         return _Exchange(receives, sends)
 
     def reduce(self, parts: Sequence[ReducePart], dtype: torch.dtype, tag: int) -> Pending:
+        """See Collectives. Sums in rank order; what the first partner sends arrives in ``out`` if dtypes agree."""
         group, me = self._reduce_group, self.rank
         mine = [part.valid[me] for part in parts]
-        others = self.world - 1
-        slot: Slot | None = None
-        arrived: list[list[torch.Tensor]] = []
-        if others and sum(mine):
-            # [peers, sum(mine)]: what the others send for this rank's rows, one row for each peer.
-            slot = self._pool.acquire(others * sum(mine) * dtype.itemsize)
-            flat = slot.tensor.view(dtype)[: others * sum(mine)]
-            arrived = [list(row.split(mine)) for row in flat.split(sum(mine))]
-        receives: list[dist.Work] = []
-        sends: list[dist.Work] = []
-        alive: list[torch.Tensor] = []
-        by_rank: dict[int, list[torch.Tensor]] = {}
-        for position, peer in enumerate(self._peers):
+        arriving, slot = self._landing(parts, mine, dtype)
+        exchange = _Exchange([], [], lambda: self._sum(parts, mine, arriving), slot, self._pool)
+        for peer in self._peers:
             assert group is not None
-            if arrived:
-                by_rank[peer] = arrived[position]
-                for i, buffer in enumerate(arrived[position]):
-                    if mine[i]:
-                        receives.append(group.recv([buffer], peer, tag + i))
+            for i, buffer in enumerate(arriving[peer]):
+                if mine[i]:
+                    exchange.receives.append(group.recv([buffer], peer, tag + i))
             for i, part in enumerate(parts):
                 n = part.valid[peer]
                 if not n:
@@ -132,37 +122,50 @@ class PairwiseExchange:
                     chunk = torch.zeros(n, dtype=dtype, device=self._pool.device)
                 else:
                     chunk = part.grad[peer * part.chunk : peer * part.chunk + n]
-                alive.append(chunk)
-                sends.append(group.send([chunk], peer, tag + i))
+                exchange.alive.append(chunk)
+                exchange.sends.append(group.send([chunk], peer, tag + i))
+        return exchange
 
-        def finish() -> None:
-            for i, part in enumerate(parts):
-                if mine[i]:
-                    self._mean(part, mine[i], {peer: buffers[i] for peer, buffers in by_rank.items()})
+    def _landing(
+        self, parts: Sequence[ReducePart], mine: list[int], dtype: torch.dtype
+    ) -> tuple[dict[int, list[torch.Tensor]], Slot | None]:
+        """Where each peer's summands for this rank's rows arrive: one buffer for each peer and part."""
+        arriving: dict[int, list[torch.Tensor]] = {}
+        staged = sorted(self._peers)
+        if staged and all(part.out.dtype == dtype for part in parts):
+            # The sum starts with the lowest peer (or with this rank, and a + b = b + a): no staging for that one.
+            arriving[staged.pop(0)] = [part.out[:n] for part, n in zip(parts, mine, strict=True)]
+        total = sum(mine)
+        if not staged or not total:
+            return arriving | {peer: [part.out[:0] for part in parts] for peer in staged}, None
+        slot = self._pool.acquire(len(staged) * total * dtype.itemsize)
+        rows = slot.tensor.view(dtype)[: len(staged) * total].split(total)
+        return arriving | {peer: list(row.split(mine)) for peer, row in zip(staged, rows, strict=True)}, slot
 
-        return _Exchange(receives, sends, finish, slot, self._pool, alive)
-
-    def _mean(self, part: ReducePart, n: int, arrived: dict[int, torch.Tensor]) -> None:
-        """Sums ``arrived`` and this rank's own rows in rank order, then divides by the world size."""
-        own = None if part.grad is None else part.grad[self.rank * part.chunk : self.rank * part.chunk + n]
-        out = part.out[:n]
-        first = arrived.get(0, own)
-        second = arrived.get(1, own) if self.world > 1 else None
-        if self.world > 1 and first is not None and second is not None and first.dtype == out.dtype:
-            torch.add(first, second, out=out)
-            rest = range(2, self.world)
-        else:
-            if first is None:
-                out.zero_()
+    def _sum(
+        self, parts: Sequence[ReducePart], mine: list[int], arriving: dict[int, list[torch.Tensor]]
+    ) -> None:
+        """The mean of every part, summed in rank order."""
+        for i, part in enumerate(parts):
+            n, start = mine[i], self.rank * part.chunk
+            if not n:
+                continue
+            out = part.out[:n]
+            own = None if part.grad is None else part.grad[start : start + n]
+            summands = [own if rank == self.rank else arriving[rank][i] for rank in range(self.world)]
+            landed = next(
+                (k for k, t in enumerate(summands) if t is not None and t.data_ptr() == out.data_ptr()), None
+            )
+            if landed is None:
+                first = summands.pop(0)
+                out.zero_() if first is None else out.copy_(first)
             else:
-                out.copy_(first)
-            rest = range(1, self.world)
-        for rank in rest:
-            summand = arrived.get(rank, own)
-            if summand is not None:
-                out.add_(summand)
-        if self.world > 1:
-            out.div_(self.world)
+                del summands[landed]  # it is in out already; at most this rank's own comes before it
+            for summand in summands:
+                if summand is not None:
+                    out.add_(summand)
+            if self.world > 1:
+                out.div_(self.world)
 
 
 @dataclass
@@ -216,6 +219,7 @@ class GroupCollectives:
         self.world = gather_group.size()
 
     def gather(self, parts: Sequence[GatherPart], tag: int) -> Pending:
+        """See Collectives."""
         works = []
         for part in parts:
             if part.chunk:
@@ -228,6 +232,7 @@ class GroupCollectives:
         return _Collective(works)
 
     def reduce(self, parts: Sequence[ReducePart], dtype: torch.dtype, tag: int) -> Pending:
+        """See Collectives. The order of the sum is the process group's."""
         works = []
         copies = []
         alive = []

@@ -52,9 +52,9 @@ class Engine:
         self._ahead: dict[Unit, int] = {}  # gathered or on its way before its turn, with its bytes
         self._calls: dict[Unit, Call | None] = {}  # the innermost running call of each active unit
         self._began = 0.0
-        largest = max((unit.nbytes for unit in units), default=0)
         wanted = runtime.config.prefetch
-        self.prefetch_limit = largest if wanted is None else wanted
+        typical = sorted(unit.nbytes for unit in units if unit.nbytes)
+        self.prefetch_limit = wanted if wanted is not None else typical[len(typical) // 2] if typical else 0
         self._by_param = {id(p.sharded): unit for unit in units for p in unit.params}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Engine:
@@ -212,7 +212,11 @@ class Engine:
         policy = self.runtime.config.reshard
         is_outermost = len(self._frames) == 1
         # auto: what the backward starts with stays, the rest is freed.
-        return policy == "never" or is_outermost or (policy == "auto" and following is None and self.schedule.follows)
+        return (
+            policy == "never"
+            or is_outermost
+            or (policy == "auto" and following is None and self.schedule.follows)
+        )
 
     # ---- gathering, shared by both directions
 
@@ -235,8 +239,9 @@ class Engine:
         for unit in upcoming:
             if unit.residency is not Residency.SHARDED or not unit.nbytes:
                 continue
-            if ahead + unit.nbytes > self.prefetch_limit:
-                return
+            too_much = ahead + unit.nbytes > self.prefetch_limit
+            if too_much and (ahead or self.runtime.config.prefetch is not None):
+                return  # by default one unit is always gathered ahead, however large it is
             unit.issue_gather()
             ahead += unit.nbytes
             self._ahead[unit] = unit.nbytes
@@ -318,7 +323,7 @@ class Engine:
         }
 
     def _in_backward(self) -> bool:
-        return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined,no-any-return]
+        return torch._C._current_graph_task_id() != -1
 
 
 def _cast_to(unit: Unit) -> torch.dtype | None:

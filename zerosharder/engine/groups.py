@@ -106,10 +106,13 @@ def join_world(config: Config, mesh: DeviceMesh | None) -> World:
 
 def _make_world(config: Config, mesh: DeviceMesh, device: torch.device) -> World:
     if mesh.ndim not in (1, 2):
-        raise ShardError(f"mesh= has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}: give (shard,) or (replicate, shard)")
+        names = mesh.mesh_dim_names or ""
+        raise ShardError(f"mesh= has {mesh.ndim} dimensions {names}: give (shard,) or (replicate, shard)")
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise ShardError(f"rank {dist.get_rank()} is not part of mesh= {mesh}; call shard() on its ranks only")
+        raise ShardError(
+            f"rank {dist.get_rank()} is not part of mesh= {mesh}; call shard() on its ranks only"
+        )
     if mesh.size() == 1:
         return World(device, None, None, None, None, None)
     ranks = mesh.mesh if mesh.ndim == 2 else mesh.mesh.unsqueeze(0)
@@ -117,7 +120,10 @@ def _make_world(config: Config, mesh: DeviceMesh, device: torch.device) -> World
     timeout = timedelta(seconds=config.timeout)
 
     def group(members: list[int], backend: str | None = None) -> dist.ProcessGroup:
-        return dist.new_group(members, timeout=timeout, backend=backend, use_local_synchronization=True)
+        made: dist.ProcessGroup = dist.new_group(
+            members, timeout=timeout, backend=backend, use_local_synchronization=True
+        )
+        return made
 
     shard_ranks, replicas = ranks[row].tolist(), ranks[:, column].tolist()
     control = group(sorted(ranks.flatten().tolist()), "gloo")
@@ -128,7 +134,11 @@ def _make_world(config: Config, mesh: DeviceMesh, device: torch.device) -> World
 
 
 def _local_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def _group_device() -> torch.device:

@@ -55,15 +55,17 @@ def materialize_buffers(model: nn.Module, device: torch.device) -> None:
     for prefix, module in model.named_modules():
         for attr, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[attr] = _unset(buffer, device)
-                fresh[f"{prefix}.{attr}" if prefix else attr] = (module, module._buffers[attr])  # type: ignore[assignment]
+                module._buffers[attr] = real = _unset(buffer, device)
+                fresh[f"{prefix}.{attr}" if prefix else attr] = (module, real)
                 modules[module] = None
     for module in modules:
         if not any(True for _ in module.parameters(recurse=False)):
             _initialize(model, module)
         elif hasattr(module, "reset_running_stats"):
             module.reset_running_stats()  # type: ignore[operator]
-    missing = [name for name, (module, _) in fresh.items() if _is_unset(module._buffers[name.rpartition(".")[2]])]
+    missing = [
+        name for name, (module, _) in fresh.items() if _is_unset(module._buffers[name.rpartition(".")[2]])
+    ]
     if missing:
         raise ShardError(
             f"buffers {', '.join(missing)} are on the meta device and were computed in __init__, which is lost: "

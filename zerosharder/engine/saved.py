@@ -53,7 +53,7 @@ class SavedWeights:
         Only the innermost hooks run. Pushing ours inside another pair (a checkpoint around the whole model, a
         save_on_cpu) would silence them; theirs then hold views of the slot, which rests until they let go.
         """
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # type: ignore[attr-defined]
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
             torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
             self._active = True
 
@@ -72,7 +72,9 @@ class SavedWeights:
         place = unit.locate(tensor)
         if place is None:
             return tensor
-        return SavedView(unit, self._engine.call_of(unit), unit.version, *place, tensor.size(), tensor.stride())
+        return SavedView(
+            unit, self._engine.call_of(unit), unit.version, *place, tensor.size(), tensor.stride()
+        )
 
     def _unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
         if not isinstance(saved, SavedView):
@@ -80,7 +82,7 @@ class SavedWeights:
         self._engine.backward.needs(saved.unit, saved.call)
         if saved.unit.version != saved.version:
             raise StateError(
-                f"weights of unit {saved.unit.name or '(root)'!r} were modified between the forward that saved them and "
-                "this backward (an optimizer step, a load, an in-place write); run the backward first"
+                f"weights of unit {saved.unit.name or '(root)'!r} were modified between the forward that saved them "
+                "and this backward (an optimizer step, a load, an in-place write); run the backward first"
             )
         return saved.unit.rebuild(saved.bucket, saved.offset, saved.size, saved.stride)

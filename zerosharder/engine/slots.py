@@ -54,7 +54,7 @@ class Slot:
         return self._references() > self._baseline
 
     def _references(self) -> int:
-        return torch._C._storage_Use_Count(self._storage._cdata)  # type: ignore[attr-defined,no-any-return]
+        return torch._C._storage_Use_Count(self._storage._cdata)
 
 
 class SlotPool:

@@ -28,7 +28,9 @@ class Unit:
     ``finish_reduce``. Illegal orders raise StateError.
     """
 
-    def __init__(self, index: int, name: str, entries: list[nn.Module], buckets: list[Bucket], runtime: Runtime):
+    def __init__(
+        self, index: int, name: str, entries: list[nn.Module], buckets: list[Bucket], runtime: Runtime
+    ):
         self.index = index
         self.name = name
         self.entries = entries
@@ -41,7 +43,9 @@ class Unit:
         self.version = -1  # of the flat shards when it was gathered
         self.nbytes = sum(bucket.gathered_nbytes for bucket in buckets)
         # The backward of an embedding never reads its weight, so a unit of embeddings need not be gathered for it.
-        self.is_lookup_only = bool(entries) and all(type(m) is nn.Embedding and m.max_norm is None for m in entries)
+        self.is_lookup_only = bool(entries) and all(
+            type(m) is nn.Embedding and m.max_norm is None for m in entries
+        )
         self._pending: Pending | None = None
         self._slot: Slot | None = None
         self._reductions: list[tuple[Bucket, Reduction, Pending]] = []
@@ -88,7 +92,7 @@ class Unit:
         assert self._pending is not None
         with runtime.gather_lane.run():
             runtime.guarded("gather", self.name, self._pending.wait)
-            for bucket, views in zip(self.buckets, self._views(), strict=True):
+            for views in self._views():
                 if views.packed:
                     torch._foreach_copy_(views.unpacked, views.packed)
             done = runtime.gather_lane.mark()

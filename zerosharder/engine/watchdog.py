@@ -38,7 +38,9 @@ class Watchdog:
         self._waiting = ""
         # A connection of its own, since waiting on one blocks it.
         listener = store.clone()  # type: ignore[attr-defined]
-        threading.Thread(target=self._listen, args=(listener,), name="zerosharder-watchdog", daemon=True).start()
+        threading.Thread(
+            target=self._listen, args=(listener,), name="zerosharder-watchdog", daemon=True
+        ).start()
 
     def explain(self, what: str, unit: str, error: RuntimeError) -> Exception:
         """The exception for a wait that failed with ``error``; names the ranks that were elsewhere."""
@@ -53,13 +55,19 @@ class Watchdog:
                 f"rank {self._rank}: {mine} failed ({_short(error)}), and the store that knows the other ranks is gone "
                 f"({_short(lost)}): the rank that hosts it has ended"
             )
-        culprits = tuple(rank for rank, answer in answers.items() if answer is None or answer["waiting"] != mine)
+        culprits = tuple(
+            rank for rank, answer in answers.items() if answer is None or answer["waiting"] != mine
+        )
         lines = [f"rank {self._rank}: {mine} failed: {_short(error)}"]
         for rank, answer in answers.items():
             if answer is None:
                 lines.append(f"  rank {rank}: no answer; the process has ended or is frozen")
                 continue
-            doing = f"waits for {answer['waiting']}" if answer["waiting"] else f"is not waiting ({answer['phase']})"
+            doing = (
+                f"waits for {answer['waiting']}"
+                if answer["waiting"]
+                else f"is not waiting ({answer['phase']})"
+            )
             lines.append(f"  rank {rank}: {doing}; order so far: {answer['order'] or 'no pass yet'}")
             lines.append(f"    last: {answer['last']}")
             if not answer["waiting"]:

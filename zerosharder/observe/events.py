@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,24 +53,28 @@ class EventLog:
         """Forgets everything."""
         self._events.clear()
 
-    def write(self, path: str | Path, rank: int) -> None:
-        """Writes the log in the Trace Event Format (JSON), one row for each kind of event."""
-        rows = {kind: row for row, kind in enumerate(dict.fromkeys(e.kind for e in self._events))}
-        events = [
-            {
-                "name": f"{e.kind} {e.unit or '(root)'}",
-                "cat": e.kind,
-                "ph": "X",
-                "ts": e.begin * 1e6,
-                "dur": (e.end - e.begin) * 1e6,
-                "pid": rank,
-                "tid": rows[e.kind],
-                "args": {"bytes": e.nbytes},
-            }
-            for e in self._events
-        ]
-        names = [
-            {"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": kind}}
-            for kind, row in rows.items()
-        ]
-        Path(path).write_text(json.dumps({"traceEvents": names + events}))
+
+def write_trace(path: str | Path, rank: int, logs: Mapping[str, EventLog]) -> None:
+    """Writes logs (by model name) in the Trace Event Format (JSON): one row for each model and kind of event."""
+    rows: dict[str, int] = {}
+    events = []
+    for model, log in logs.items():
+        for event in log:
+            row = rows.setdefault(f"{model} {event.kind}", len(rows))
+            events.append(
+                {
+                    "name": f"{event.kind} {event.unit or '(root)'}",
+                    "cat": event.kind,
+                    "ph": "X",
+                    "ts": event.begin * 1e6,
+                    "dur": (event.end - event.begin) * 1e6,
+                    "pid": rank,
+                    "tid": row,
+                    "args": {"bytes": event.nbytes},
+                }
+            )
+    names = [
+        {"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}
+        for name, row in rows.items()
+    ]
+    Path(path).write_text(json.dumps({"traceEvents": names + events}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import sys
@@ -13,7 +14,7 @@ try:
 except ImportError:  # no compiler at install time, see `python -m zerosharder doctor`
     _C = None  # type: ignore[assignment]
 
-__all__ = ["HUGE_PAGE_BYTES", "extension_present", "host_buffer"]
+__all__ = ["HUGE_PAGE_BYTES", "extension_present", "host_buffer", "return_free_memory"]
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
@@ -48,6 +49,16 @@ def host_buffer(nbytes: int, *, populate: bool = False) -> torch.Tensor:
     buffer = _C.Buffer(nbytes, huge=nbytes >= HUGE_PAGE_BYTES, populate=populate)
     # frombuffer makes the storage hold a reference to the buffer object.
     return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def return_free_memory() -> None:
+    """Gives free heap pages back to the system where the C library can (glibc).
+
+    A model that was just sharded leaves its old parameters as holes in the heap, which would count as used for good.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _mmap_buffer(nbytes: int, *, populate: bool) -> torch.Tensor:

@@ -6,7 +6,6 @@ parameters inside, and state that earlier steps left, are exchanged for their sh
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -17,15 +16,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerosharder.engine.bucket import Bucket, UnitParam
 from zerosharder.errors import OptimizerError
+from zerosharder.observe.log import log
 from zerosharder.optim.flat import step_over_flat_shards
-
-log = logging.getLogger("zerosharder")
 
 
 class Adoption:
     """Knows the parameters of one sharded model, old and new, and adopts the optimizers that hold them."""
 
-    def __init__(self, replaced: dict[int, tuple[nn.Parameter, nn.Parameter]], buckets: Iterable[Bucket]) -> None:
+    def __init__(
+        self, replaced: dict[int, tuple[nn.Parameter, nn.Parameter]], buckets: Iterable[Bucket]
+    ) -> None:
         self._replaced = replaced
         self._owner: dict[int, tuple[Bucket, UnitParam]] = {
             id(p.sharded): (bucket, p) for bucket in buckets for p in bucket.params
@@ -63,14 +63,18 @@ class Adoption:
         """Whether ``optimizer`` still has parameters that ``shard()`` put others in place of."""
         return any(self._new(p) is not p for group in optimizer.param_groups for p in group["params"])
 
-    def _new(self, param: nn.Parameter) -> nn.Parameter:
+    def _new(self, param: torch.Tensor) -> torch.Tensor:
         found = self._replaced.get(id(param))
         return param if found is None else found[1]
 
-    def _shard_state(self, param: nn.Parameter, value: Any) -> Any:
+    def _shard_state(self, param: torch.Tensor, value: Any) -> Any:
         """State of a whole parameter -> of its shard; anything of another shape is left as it is."""
         owner = self._owner.get(id(param))
-        if owner is None or not isinstance(value, torch.Tensor) or tuple(value.shape) != owner[1].layout.shape:
+        if (
+            owner is None
+            or not isinstance(value, torch.Tensor)
+            or tuple(value.shape) != owner[1].layout.shape
+        ):
             return value
         bucket, unit_param = owner
         if not unit_param.layout.shape:

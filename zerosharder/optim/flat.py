@@ -44,7 +44,7 @@ def step_over_flat_shards(optimizer: torch.optim.Optimizer, owners: Owners) -> N
     else:
         return
     optimizer._zerosharder_flat = steps  # type: ignore[attr-defined]
-    original = functools.partial(kind._init_group, optimizer)
+    original = optimizer._init_group  # type: ignore[attr-defined]  # bound to the class's, before ours hides it
     optimizer._init_group = types.MethodType(  # type: ignore[attr-defined]
         lambda self, group, *lists: steps.collect(self, group, original, lists), optimizer
     )
@@ -103,7 +103,9 @@ class FlatSteps:
         for action in after:
             action()
 
-    def runs(self, params: list[torch.Tensor], grads: list[torch.Tensor], keys: list[object]) -> Iterator[Run]:
+    def runs(
+        self, params: list[torch.Tensor], grads: list[torch.Tensor], keys: list[object]
+    ) -> Iterator[Run]:
         """Neighbours of a flat shard with equal ``keys``, as long as possible; brings their gradients in."""
         found = [(i, *self._owners[id(p)]) for i, p in enumerate(params) if id(p) in self._owners]
         found.sort(key=lambda item: (id(item[1]), item[1].position(item[2])))
@@ -155,6 +157,7 @@ class FlatAdam(FlatSteps):
     def collect(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], original: Any, lists: tuple[Any, ...]
     ) -> Any:
+        """See FlatSteps."""
         roles = self.ROLES[: 3 if group["amsgrad"] else 2]
         plain = group["differentiable"] or group["capturable"]
         for param in group["params"]:
@@ -168,7 +171,11 @@ class FlatAdam(FlatSteps):
         new: list[list[torch.Tensor]] = [[] for _ in lists]
         for run in self.runs(params, grads, [float(step) for step in steps]):
             members.update(run.members)
-            flats = [run.bucket.flat, run.bucket.flat_grad, *(self.flat_state(run.bucket, role) for role in roles)]
+            flats = [
+                run.bucket.flat,
+                run.bucket.flat_grad,
+                *(self.flat_state(run.bucket, role) for role in roles),
+            ]
             for start, stop in run.pieces(group):
                 for place, flat in enumerate(flats):
                     new[place].append(flat[start:stop])
@@ -178,7 +185,11 @@ class FlatAdam(FlatSteps):
         return has_complex
 
     def _prepare(
-        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor, roles: tuple[str, ...]
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: dict[str, Any],
+        param: torch.Tensor,
+        roles: tuple[str, ...],
     ) -> None:
         """Makes the state flat before torch would allocate it parameter by parameter, or after a load."""
         state = optimizer.state[param]
@@ -205,6 +216,7 @@ class FlatSGD(FlatSteps):
     def collect(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], original: Any, lists: tuple[Any, ...]
     ) -> Any:
+        """See FlatSteps."""
         result = original(group, *lists)
         params, grads, buffers = lists
         if group["differentiable"]:

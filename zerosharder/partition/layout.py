@@ -153,7 +153,9 @@ def unit_layout(
     buckets: dict[tuple[torch.dtype, bool], list[tuple[str, torch.Size]]] = {}
     for name, shape, dtype, trainable in params:
         buckets.setdefault((dtype, trainable), []).append((name, shape))
-    return tuple(bucket_layout(found, dtype, trainable, world) for (dtype, trainable), found in buckets.items())
+    return tuple(
+        bucket_layout(found, dtype, trainable, world) for (dtype, trainable), found in buckets.items()
+    )
 
 
 def _cut(shape: tuple[int, ...], world: int) -> tuple[int, tuple[int, ...]]:

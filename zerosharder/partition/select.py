@@ -105,13 +105,16 @@ def _repeated_blocks(model: nn.Module) -> dict[nn.Module, str]:
         blocks: set[nn.Module] = set()
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             counts = Counter(type(child) for child in children)
-            blocks = {c for c in children if counts[type(c)] >= 2 and not isinstance(c, nn.ModuleList | nn.ModuleDict)}
+            blocks = {
+                c
+                for c in children
+                if counts[type(c)] >= 2 and not isinstance(c, nn.ModuleList | nn.ModuleDict)
+            }
             if not any(any(True for _ in block.children()) for block in blocks):
                 blocks = set()  # a list of bare layers: too fine, they stay with their parent
         for child in children:
-            if child not in blocks:
-                visit(child)
-            elif _numel(child) > SPLIT_SHARE * total and _repeats_inside(child):
+            too_large = _numel(child) > SPLIT_SHARE * total and _repeats_inside(child)
+            if child not in blocks or too_large:
                 visit(child)
             else:
                 found[child] = "repeated block"
@@ -148,12 +151,16 @@ def _chosen_by_user(model: nn.Module, units: UnitsArgument) -> dict[nn.Module, s
     if callable(units) and not isinstance(units, type):
         found = {m: "chosen by units=" for name, m in named.items() if m is not model and units(name, m)}
         if not found:
-            raise ShardError("units= is a predicate that chose no module; return True for the modules to gather")
+            raise ShardError(
+                "units= is a predicate that chose no module; return True for the modules to gather"
+            )
         return found
     if isinstance(units, str | type):
         units = [units]
     if not isinstance(units, Iterable):
-        raise ShardError(f"units={units!r}: give classes, module names, or a predicate (name, module) -> bool")
+        raise ShardError(
+            f"units={units!r}: give classes, module names, or a predicate (name, module) -> bool"
+        )
     chosen: dict[nn.Module, str] = {}
     for item in units:
         if isinstance(item, type) and issubclass(item, nn.Module):
@@ -161,7 +168,11 @@ def _chosen_by_user(model: nn.Module, units: UnitsArgument) -> dict[nn.Module, s
             classes = sorted({type(m).__name__ for m in named.values()})
             hint = f"classes in this model: {', '.join(classes)}"
         elif isinstance(item, str):
-            hits = [m for name, m in named.items() if m is not model and (name == item or type(m).__name__ == item)]
+            hits = [
+                m
+                for name, m in named.items()
+                if m is not model and (name == item or type(m).__name__ == item)
+            ]
             hint = f"names in this model start with: {', '.join(list(named)[1:9])}"
         else:
             raise ShardError(f"units= contains {item!r}: only module classes and names can stand in a list")
@@ -224,7 +235,9 @@ def check_shardable(model: nn.Module, uses: Sequence[ParamUse]) -> None:
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             raise ShardError(f"{where} is already sharded by fully_shard (FSDP2); drop one of the two calls")
     if not uses:
-        raise ShardError(f"{type(model).__name__} has no parameters to shard (all ignored, or none registered)")
+        raise ShardError(
+            f"{type(model).__name__} has no parameters to shard (all ignored, or none registered)"
+        )
     for use in uses:
         if not use.param.is_leaf:
             raise ShardError(
@@ -238,4 +251,6 @@ def check_shardable(model: nn.Module, uses: Sequence[ParamUse]) -> None:
                 "pass it in ignored_params="
             )
         if use.param.layout != torch.strided:
-            raise ShardError(f"parameter {use.name!r} has layout {use.param.layout}; only dense parameters are sharded")
+            raise ShardError(
+                f"parameter {use.name!r} has layout {use.param.layout}; only dense parameters are sharded"
+            )
