@@ -233,15 +233,20 @@ class Reference:
 
     def backward(self, loss: Tensor, **settings: Any) -> None:
         loss.backward(**settings)
-        for i, (param, master) in enumerate(
-            zip(self.model.parameters(), self.masters.parameters(), strict=True)
-        ):
+        found: list[Tensor | None] = []
+        for i, param in enumerate(self.model.parameters()):
             grad, total = param.grad, self._sums[i]
             self._sums[i] = param.grad = None
             if total is not None:
                 grad = total if grad is None else total + grad
-            if not master.requires_grad:
-                continue
+            found.append(grad)
+        somewhere = torch.tensor([grad is not None for grad in found]).int()
+        if dist.is_initialized():
+            dist.all_reduce(somewhere)
+        pairs = zip(self.model.parameters(), self.masters.parameters(), found, somewhere.tolist(), strict=True)
+        for param, master, grad, count in pairs:
+            if not count:
+                continue  # no rank has one
             mean = mean_over_ranks(grad, param, self._wire)
             if master.grad is None:
                 master.grad = mean

@@ -172,7 +172,9 @@ class Bucket:
         full = raw.view(self.compute_dtype)
         views = _SlotViews(full, [], [], [], [], [])
         for p in (param.layout for param in self.params):
-            views.leaves.append(full[p.full_offset : p.full_offset + p.numel].view(p.shape))
+            whole = full[p.full_offset : p.full_offset + p.numel]
+            leaf = whole.view(p.shape) if p.stride is None else whole.as_strided(p.shape, p.stride)
+            views.leaves.append(leaf)
             if p.direct:
                 region = full[p.full_offset : p.full_offset + p.chunk * world]
                 views.parts.append(GatherPart(region, p.chunk, p.valid))
@@ -180,11 +182,12 @@ class Bucket:
                 views.own.append(region[start : start + p.valid[rank]])
                 continue
             for r in (rank,) if p.replicated else range(world):
-                at = p.full_offset + p.start_of(r)
+                if not p.valid[r]:
+                    continue
                 source = lay.pack_full_offset + r * lay.pack_numel + p.shard_offset - lay.pack_shard_offset
-                if p.valid[r]:
-                    views.unpacked.append(full[at : at + p.valid[r]])
-                    views.packed.append(full[source : source + p.valid[r]])
+                rows = leaf if p.replicated else leaf[p.first_row(r) : p.first_row(r) + p.rows_of(r)]
+                views.unpacked.append(rows)
+                views.packed.append(full[source : source + p.valid[r]].view(rows.shape))
         if lay.pack_numel:
             area = full[lay.pack_full_offset : lay.pack_full_offset + lay.pack_numel * world]
             views.parts.append(GatherPart(area, lay.pack_numel, (lay.pack_numel,) * world))

@@ -38,7 +38,7 @@ def build_units(model: nn.Module, plans: list[UnitPlan], runtime: Runtime) -> Bu
         described = [(u.name, u.param.shape, u.param.dtype, u.param.requires_grad) for u in plan.params]
         by_name = {use.name: use for use in plan.params}
         buckets = []
-        for layout in unit_layout(described, runtime.world):
+        for layout in unit_layout(described, runtime.world, _strides(plan.params)):
             flat = flat_buffer(layout.shard_numel, layout.dtype, runtime.device)
             uses = [by_name[p.name] for p in layout.params]
             _fill(flat, layout, uses, runtime)
@@ -60,11 +60,12 @@ def flatten_resident(plans: list[UnitPlan], model: nn.Module, device: torch.devi
         materialize_params(model, plan.params, device)
         described = [(u.name, u.param.shape, u.param.dtype, u.param.requires_grad) for u in plan.params]
         by_name = {use.name: use.param for use in plan.params}
-        for layout in unit_layout(described, 1):
+        for layout in unit_layout(described, 1, _strides(plan.params)):
             flat = flat_buffer(layout.shard_numel, layout.dtype, device)
             for p in layout.params:
                 param = by_name[p.name]
-                local = flat[p.shard_offset : p.shard_offset + p.chunk].view(p.shape)
+                local = flat[p.shard_offset : p.shard_offset + p.chunk]
+                local = local.view(p.shape) if p.stride is None else local.as_strided(p.shape, p.stride)
                 local.copy_(param.data)
                 param.data = local
         for old, use in zip(before, plan.params, strict=True):
@@ -114,13 +115,19 @@ def _fill(flat: torch.Tensor, layout: BucketLayout, uses: list[ParamUse], runtim
 
 def _write_rows(flat: torch.Tensor, layout: BucketLayout, uses: list[ParamUse], rank: int) -> None:
     for p, use in zip(layout.params, uses, strict=True):
-        start, n = p.start_of(rank), p.valid[rank]
+        n = p.valid[rank]
         if p.replicated:
             flat[p.shard_offset : p.shard_offset + n].copy_(use.param.data.reshape(-1))
         elif n:
-            first = start // p.row_numel
-            rows = use.param.data[first : first + p.rows_of(rank)]
+            rows = use.param.data[p.first_row(rank) : p.first_row(rank) + p.rows_of(rank)]
             flat[p.shard_offset : p.shard_offset + n].copy_(rows.reshape(-1))
+
+
+def _strides(uses: Sequence[ParamUse]) -> dict[str, tuple[int, ...]]:
+    """Strides of the parameters whose memory is dense but not in row order."""
+    odd = {use.name: use.param.data for use in uses if not use.param.is_contiguous()}
+    # Like-allocation keeps strides exactly where they are dense and do not overlap.
+    return {name: data.stride() for name, data in odd.items() if torch.empty_like(data).stride() == data.stride()}
 
 
 def _unit_param(bucket: Bucket, use: ParamUse, runtime: Runtime) -> UnitParam:

@@ -7,6 +7,7 @@ used for unit after unit.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TypeVar, cast
 
@@ -54,7 +55,8 @@ class Slot:
         return self._references() > self._baseline
 
     def _references(self) -> int:
-        return torch._C._storage_Use_Count(self._storage._cdata)
+        # A storage has one Python handle, shared by everybody who asks for it: its own references count too.
+        return torch._C._storage_Use_Count(self._storage._cdata) + sys.getrefcount(self._storage)
 
 
 class SlotPool:

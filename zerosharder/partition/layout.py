@@ -17,14 +17,18 @@ Two kinds of parameters share a gathered buffer:
 * *packed* ones are small: all of them travel in one message per rank through the pack area at the end of the
   buffer, and are copied out to where the unit reads them.
 
+A parameter whose memory is not in row order (transposed, channels-last) is packed whatever its size, and copied out to
+the strides it had: operators round differently for another memory order.
+
 A 0-dim parameter has no rows to cut. It is *replicated*: every rank holds it whole and steps it alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -51,6 +55,7 @@ class ParamLayout:
     valid: tuple[int, ...]  # for each rank: how many elements of its chunk are real
     shard_offset: int  # where this rank's chunk starts in the flat shard
     full_offset: int  # where the parameter starts in the gathered buffer
+    stride: tuple[int, ...] | None = None  # in the gathered buffer, where it is not row order
 
     @property
     def numel(self) -> int:
@@ -73,6 +78,10 @@ class ParamLayout:
         if self.replicated:
             return 1
         return chunk_rows(self.shape[0], len(self.valid), rank)
+
+    def first_row(self, rank: int) -> int:
+        """The first row that ``rank`` holds."""
+        return min(rank * -(-self.shape[0] // len(self.valid)), self.shape[0])
 
     def start_of(self, rank: int) -> int:
         """First element of the whole, flattened parameter that ``rank`` holds."""
@@ -101,10 +110,15 @@ def chunk_rows(rows: int, world: int, rank: int) -> int:
 
 
 def bucket_layout(
-    params: Sequence[tuple[str, torch.Size]], dtype: torch.dtype, trainable: bool, world: int
+    params: Sequence[tuple[str, torch.Size]],
+    dtype: torch.dtype,
+    trainable: bool,
+    world: int,
+    strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> BucketLayout:
     """Lays out ``params`` (name and shape, in registration order) for ``world`` ranks.
 
+    ``strides`` has those of parameters whose memory is not in row order.
     The result is the same on every rank: it depends on nothing but its arguments.
     """
     direct: list[ParamLayout] = []
@@ -112,8 +126,11 @@ def bucket_layout(
     shard = full = 0
     measured = [(name, tuple(shape), _cut(tuple(shape), world)) for name, shape in params]
 
+    def is_direct(name: str, shape: tuple[int, ...], chunk: int) -> bool:
+        return bool(shape) and name not in strides and chunk * dtype.itemsize >= PACK_BELOW_BYTES
+
     for name, shape, (chunk, valid) in measured:
-        if not shape or chunk * dtype.itemsize < PACK_BELOW_BYTES:
+        if not is_direct(name, shape, chunk):
             continue
         shard, full = _align(shard, PAGE_ELEMENTS), _align(full, PAGE_ELEMENTS)
         direct.append(ParamLayout(name, shape, False, True, chunk, valid, shard, full))
@@ -123,10 +140,12 @@ def bucket_layout(
     pack_shard_offset = _align(shard, LINE_ELEMENTS)
     shard = pack_shard_offset
     for name, shape, (chunk, valid) in measured:
-        if shape and chunk * dtype.itemsize >= PACK_BELOW_BYTES:
+        if is_direct(name, shape, chunk):
             continue
         full = _align(full, LINE_ELEMENTS)
-        packed.append(ParamLayout(name, shape, not shape, False, chunk, valid, shard, full))
+        packed.append(
+            ParamLayout(name, shape, not shape, False, chunk, valid, shard, full, strides.get(name))
+        )
         shard += chunk
         full += math.prod(shape)
     pack_numel = shard - pack_shard_offset
@@ -147,14 +166,16 @@ def bucket_layout(
 
 
 def unit_layout(
-    params: Iterable[tuple[str, torch.Size, torch.dtype, bool]], world: int
+    params: Iterable[tuple[str, torch.Size, torch.dtype, bool]],
+    world: int,
+    strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> tuple[BucketLayout, ...]:
-    """Splits ``params`` (name, shape, dtype, trainable) into buckets and lays each out."""
+    """Splits ``params`` (name, shape, dtype, trainable) into buckets and lays each out; see ``bucket_layout``."""
     buckets: dict[tuple[torch.dtype, bool], list[tuple[str, torch.Size]]] = {}
     for name, shape, dtype, trainable in params:
         buckets.setdefault((dtype, trainable), []).append((name, shape))
     return tuple(
-        bucket_layout(found, dtype, trainable, world) for (dtype, trainable), found in buckets.items()
+        bucket_layout(found, dtype, trainable, world, strides) for (dtype, trainable), found in buckets.items()
     )
 
 
