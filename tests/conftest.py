@@ -33,11 +33,11 @@ def _world(item: pytest.Item) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Within each file by world size, otherwise as written: pools are then started as rarely as possible."""
+    """By world size, then as written: every pool is started once."""
     first: dict[Path, int] = {}
     for position, item in enumerate(items):
         first.setdefault(item.path, position)
-    items.sort(key=lambda item: (first[item.path], _world(item)))
+    items.sort(key=lambda item: (_world(item), first[item.path]))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

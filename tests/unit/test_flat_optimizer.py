@@ -154,7 +154,8 @@ def _bound(name: str) -> dict[str, float]:
 def _run(name: str, world: int, **how: bool) -> None:
     twins = Twins(_factory(name), world, **how)
     for step in range(STEPS):
-        twins.step(step)
+        # torch's own fused SGD fails on a parameter whose first gradient comes later than that of the others
+        twins.step(step if name != "sgd-momentum-fused" else 2 * step)
         twins.assert_equal(**_bound(name))
 
 
@@ -309,8 +310,9 @@ def _round_trip(name: str, world: int) -> None:
     assert state["state"].keys() == theirs["state"].keys()
     for step in range(2, 4):  # state moves on
         twins.step(step)
-    twins.optimizer.load_state_dict(state)
-    twins.reference.load_state_dict(theirs)
+    # A copy, because torch's own optimizer goes on with the very tensors it is given.
+    twins.optimizer.load_state_dict(copy.deepcopy(state))
+    twins.reference.load_state_dict(copy.deepcopy(theirs))
     twins.assert_equal(**_bound(name))
     for step in range(4, 6):
         twins.step(step)

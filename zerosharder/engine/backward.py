@@ -40,6 +40,9 @@ class BackwardWalk:
         self._finished: list[Pass] = []
         self._recomputed: set[Unit] = set()
         self._reducing: deque[Unit] = deque()
+        self._reduced: list[
+            Unit
+        ] = []  # their means are there; published at the end, which on CUDA costs a sync
 
     # ---- what autograd tells
 
@@ -175,7 +178,16 @@ class BackwardWalk:
         unit.start_reduce()
         self._reducing.append(unit)
         while len(self._reducing) > MAX_REDUCTIONS:
-            self._reducing.popleft().finish_reduce(_run_user_hooks)
+            waited = self._reducing.popleft()
+            waited.wait_reduce()
+            if waited.holds_staging:
+                self._publish(waited)
+            else:
+                self._reduced.append(waited)
+
+    def _publish(self, unit: Unit) -> None:
+        for param in unit.finish_reduce():
+            _run_user_hooks(param)
 
     def _finish(self) -> None:
         """Called by autograd when this backward is through: nothing may stay gathered or unreduced."""
@@ -193,8 +205,8 @@ class BackwardWalk:
                     self._reduce(unit)
             else:
                 unit.keep_local()
-        while self._reducing:
-            self._reducing.popleft().finish_reduce(_run_user_hooks)
+        for unit in dict.fromkeys((*self._reduced, *self._reducing)):
+            self._publish(unit)
         for unit in engine.units:
             if not (engine.runtime.config.reshard == "never" and not engine.sync):
                 engine.free(unit)
@@ -212,6 +224,7 @@ class BackwardWalk:
         self._finished = []
         self._recomputed = set()
         self._reducing.clear()
+        self._reduced = []
 
 
 def _run_user_hooks(param: UnitParam) -> None:

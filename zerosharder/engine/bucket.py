@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -96,8 +96,8 @@ class Reduction:
     parts: list[ReducePart]
     wire_dtype: torch.dtype
     target: torch.Tensor  # 1-D, layout of the flat gradient
-    direct: bool  # target is the flat gradient itself, not to be added to it
-    slots: list[Slot] = field(default_factory=list)
+    packed: Slot  # what is sent of the small gradients; free once it is sent
+    staging: Slot | None  # where target lies, unless it is the flat gradient itself
 
 
 class Bucket:
@@ -115,6 +115,7 @@ class Bucket:
         self._positions = {p.name: position for position, p in enumerate(by_offset)}
         self._grad: torch.Tensor | None = None  # 1-D [shard_numel + one mask element for each parameter]
         self._grads: list[torch.Tensor] = []  # what sharded.grad is set to
+        self._kept_local = False  # gradients of an earlier backward may be waiting in local sums
 
     @property
     def gathered_nbytes(self) -> int:
@@ -215,6 +216,7 @@ class Bucket:
 
     def keep_local(self) -> None:
         """After a backward without reduction: moves 16-bit gradients into sums of the reduce dtype."""
+        self._kept_local = True
         for p in self.params:
             grad = p.leaf.grad
             if grad is None or grad.dtype.itemsize >= 4:
@@ -227,36 +229,32 @@ class Bucket:
 
     def start_reduction(self) -> Reduction:
         """Takes the leaves' gradients and lays out their reduction."""
-        runtime = self._runtime
-        world = runtime.world
         found = [p.take_local_grad() for p in self.params]
-        # An accumulated sum may be wider than what autograd makes; ranks agree, since they agree on no_sync.
-        dtypes = [g.dtype for g in found if g is not None]
-        wire = runtime.wire_dtype(max(dtypes, key=lambda d: d.itemsize, default=self.compute_dtype))
-        target, direct, slots = self._target()
+        # The same on every rank, whichever parameters got a gradient on this one.
+        summed, self._kept_local = self._kept_local, False
+        made = torch.float32 if summed and self.compute_dtype.itemsize < 4 else self.compute_dtype
+        wire = self._runtime.wire_dtype(made)
+        target, staging = self._target()
         parts = []
         for param, grad in zip(self.params, found, strict=True):
             p = param.layout
             if p.direct:
-                grad = None if grad is None else grad.to(wire)
                 out = target[p.shard_offset : p.shard_offset + p.chunk]
-                parts.append(ReducePart(grad, p.chunk, p.valid, out))
-        parts.append(self._pack(found, wire, target, slots, world))
-        return Reduction(parts, wire, target, direct, slots)
+                parts.append(ReducePart(None if grad is None else grad.to(wire), p.chunk, p.valid, out))
+        packed, area = self._pack(found, wire)
+        width = area.numel() // self.layout.world
+        out = target[self.layout.pack_shard_offset : self.layout.pack_shard_offset + width]
+        parts.append(ReducePart(area, width, (width,) * self.layout.world, out))
+        return Reduction(parts, wire, target, packed, staging)
 
-    def _pack(
-        self,
-        found: list[torch.Tensor | None],
-        wire: torch.dtype,
-        target: torch.Tensor,
-        slots: list[Slot],
-        world: int,
-    ) -> ReducePart:
-        """Packs small gradients and, for every parameter, whether it has one: [world, pack_numel + params]."""
-        lay = self.layout
+    def _pack(self, found: list[torch.Tensor | None], wire: torch.dtype) -> tuple[Slot, torch.Tensor]:
+        """Packs small gradients and, for every parameter, whether it has one.
+
+        Returns a slot and a tensor in it, 1-D [world * (pack_numel + params)]: one row for each rank it goes to.
+        """
+        lay, world = self.layout, self.layout.world
         width = lay.pack_numel + len(self.params)
         slot = self._runtime.pool.acquire(world * width * wire.itemsize)
-        slots.append(slot)
         area = slot.tensor.view(wire)[: world * width].zero_()
         into, what = [], []
         for param, grad in zip(self.params, found, strict=True):
@@ -272,35 +270,33 @@ class Bucket:
             torch._foreach_copy_(into, what)
         mask = torch.tensor([0.0 if g is None else 1.0 for g in found], dtype=wire)
         area.view(world, width)[:, lay.pack_numel :] = mask.to(area.device)
-        out = target[lay.pack_shard_offset : lay.pack_shard_offset + width]
-        return ReducePart(area, width, (width,) * world, out)
+        return slot, area
 
-    def _target(self) -> tuple[torch.Tensor, bool, list[Slot]]:
+    def _target(self) -> tuple[torch.Tensor, Slot | None]:
         """Where the means go: the flat gradient if nothing is in it and nobody looks at it, else staging."""
         lay = self.layout
         length = lay.shard_numel + len(self.params)
-        empty = all(p.sharded.grad is None for p in self.params)
         wide = lay.dtype.itemsize >= 4
-        if empty and wide:
+        if wide and all(p.sharded.grad is None for p in self.params):
             if self._grad is None or self._is_grad_held():
                 self._make_grads(length)
             assert self._grad is not None
-            return self._grad, True, []
+            return self._grad, None
         dtype = lay.dtype if wide else torch.float32
         slot = self._runtime.pool.acquire(length * dtype.itemsize)
-        return slot.tensor.view(dtype)[:length], False, [slot]
+        return slot.tensor.view(dtype)[:length], slot
 
     def finish_reduction(self, reduction: Reduction) -> Iterator[UnitParam]:
         """Sets or adds to ``sharded.grad``; yields the parameters that got a gradient on any rank."""
         lay = self.layout
         mask = reduction.target[lay.shard_numel : lay.shard_numel + len(self.params)].tolist()
-        if not reduction.direct and self._grad is None:
+        if reduction.staging is not None and self._grad is None:
             self._make_grads(lay.shard_numel + len(self.params))
         for param, grad, used in zip(self.params, self._grads, mask, strict=True):
             sharded = param.sharded
             if not used or not sharded.requires_grad:
                 continue
-            if not reduction.direct:
+            if reduction.staging is not None:
                 p = param.layout
                 n = p.valid[self._runtime.rank]
                 mean = reduction.target[p.shard_offset : p.shard_offset + n].view(
@@ -313,8 +309,8 @@ class Bucket:
                 local_of(grad).copy_(mean)
             sharded.grad = grad
             yield param
-        for slot in reduction.slots:
-            self._runtime.pool.release(slot)
+        if reduction.staging is not None:
+            self._runtime.pool.release(reduction.staging)
 
     def _is_grad_held(self) -> bool:
         """Whether the user kept a ``.grad`` of an earlier step, which must not change under their hands."""

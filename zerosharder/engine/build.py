@@ -127,7 +127,9 @@ def _strides(uses: Sequence[ParamUse]) -> dict[str, tuple[int, ...]]:
     """Strides of the parameters whose memory is dense but not in row order."""
     odd = {use.name: use.param.data for use in uses if not use.param.is_contiguous()}
     # Like-allocation keeps strides exactly where they are dense and do not overlap.
-    return {name: data.stride() for name, data in odd.items() if torch.empty_like(data).stride() == data.stride()}
+    return {
+        name: data.stride() for name, data in odd.items() if torch.empty_like(data).stride() == data.stride()
+    }
 
 
 def _unit_param(bucket: Bucket, use: ParamUse, runtime: Runtime) -> UnitParam:

@@ -137,6 +137,7 @@ class Engine:
                 f"the last backward through {self.model_name} did not finish (an exception left it); "
                 "call zerosharder.reset(model) before the next forward"
             )
+        self.runtime.shards_changed()
         self._free_leftovers()
         self._began = time.perf_counter()
         self.phase = Phase.FORWARD
@@ -281,6 +282,7 @@ class Engine:
         """Every unit gathered and visible; forwards inside need no collective."""
         if self.phase is not Phase.IDLE or self.is_in_pass:
             raise StateError(f"full_params() inside a {self.phase.value} pass; call it between passes")
+        self.runtime.shards_changed()
         for unit in self.units:
             self.gather_now(unit)
             unit.pinned = True

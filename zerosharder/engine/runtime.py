@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement
 from zerosharder.config import Config
 from zerosharder.engine.collectives import TAGS_PER_UNIT, Collectives
 from zerosharder.engine.slots import SlotPool
-from zerosharder.engine.streams import Lane
+from zerosharder.engine.streams import Lane, mark_compute
 from zerosharder.observe.counters import Counters
 from zerosharder.observe.events import EventLog
 
@@ -34,6 +34,8 @@ class Runtime:
     replicate_group: dist.ProcessGroup | None = None  # HSDP: the ranks that hold the same rows
     control_group: dist.ProcessGroup | None = None  # agreements; always on the CPU
     number: int = 0  # of the model in this process, the same on every rank
+    # On CUDA: behind the last write to the shards; gathers wait for it, and for nothing that was computed since.
+    shards_ready: torch.cuda.Event | None = None
     gather_lane: Lane = field(init=False)
     reduce_lane: Lane = field(init=False)
     counters: Counters = field(default_factory=Counters)
@@ -44,6 +46,10 @@ class Runtime:
     def __post_init__(self) -> None:
         self.gather_lane = Lane(self.device)
         self.reduce_lane = Lane(self.device)
+
+    def shards_changed(self) -> None:
+        """The shards may have been written to on the compute stream (the optimizer ran)."""
+        self.shards_ready = mark_compute(self.device)
 
     @property
     def rank(self) -> int:

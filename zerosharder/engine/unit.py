@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,8 +23,8 @@ class Unit:
     """Buckets of parameters and the modules whose forward needs them.
 
     The engine calls, always in the order of the recorded pass: ``issue_gather`` (early, if it prefetches),
-    ``wait_gather``, ``enter``/``exit`` around each forward, ``free``; and in the backward ``start_reduce`` and
-    ``finish_reduce``. Illegal orders raise StateError.
+    ``wait_gather``, ``enter``/``exit`` around each forward, ``free``; and in the backward ``start_reduce``,
+    ``wait_reduce`` and ``finish_reduce``. Illegal orders raise StateError.
     """
 
     def __init__(
@@ -49,6 +48,7 @@ class Unit:
         self._pending: Pending | None = None
         self._slot: Slot | None = None
         self._reductions: list[tuple[Bucket, Reduction, Pending]] = []
+        self._unpublished: list[tuple[Bucket, Reduction]] = []
 
     @property
     def params(self) -> list[UnitParam]:
@@ -75,7 +75,7 @@ class Unit:
         self._slot = runtime.pool.acquire(self.nbytes)
         self.version = self._shard_version()
         parts = []
-        with runtime.gather_lane.run(self._slot.last_use, mark_compute(runtime.device)):
+        with runtime.gather_lane.run(self._slot.last_use, runtime.shards_ready):
             for bucket, views in zip(self.buckets, self._views(), strict=True):
                 bucket.fill_own(views)
                 parts.extend(views.parts)
@@ -195,8 +195,8 @@ class Unit:
         """Issues the mean over ranks of every gradient of this unit; zeros stand for missing ones."""
         begin = time.perf_counter()
         runtime = self.runtime
-        if self.grad_state is GradState.REDUCING:
-            self.finish_reduce(lambda _: None)
+        if self.grad_state is GradState.REDUCING:  # a second pass of the same backward
+            self.finish_reduce()
         self.grad_state = check_grad(self.name, self.grad_state, GradState.REDUCING)
         nbytes = 0
         with runtime.reduce_lane.run(mark_compute(runtime.device)):
@@ -212,22 +212,34 @@ class Unit:
         runtime.counters.reduce_bytes += nbytes * (runtime.world - 1) // runtime.world
         runtime.log.add("reduce", self.name, begin, nbytes)
 
-    def finish_reduce(self, on_grad: Callable[[UnitParam], None]) -> None:
-        """Completes the reduction: ``sharded.grad`` is set, and ``on_grad`` called for each that got one."""
+    def wait_reduce(self) -> None:
+        """Completes the messages, so that the whole gradients can go; the means are not published yet."""
         begin = time.perf_counter()
         runtime = self.runtime
-        self.grad_state = check_grad(self.name, self.grad_state, GradState.EMPTY)
-        for bucket, reduction, pending in self._reductions:
+        for _, reduction, pending in self._reductions:
             with runtime.reduce_lane.run():
                 runtime.guarded("reduce", self.name, pending.wait)
                 if runtime.replicate_group is not None:
                     self._mean_over_replicas(reduction.target)
             compute_waits(runtime.reduce_lane.mark())
             runtime.guarded("reduce", self.name, pending.release)
-            for param in bucket.finish_reduction(reduction):
-                on_grad(param)
+            runtime.pool.release(reduction.packed)
+        self._unpublished += [(bucket, reduction) for bucket, reduction, _ in self._reductions]
         self._reductions = []
         runtime.counters.exposed_reduce += runtime.log.add("reduce_wait", self.name, begin)
+
+    @property
+    def holds_staging(self) -> bool:
+        """Whether unpublished means occupy memory besides the flat gradient."""
+        return any(reduction.staging is not None for _, reduction in self._unpublished)
+
+    def finish_reduce(self) -> list[UnitParam]:
+        """Sets or adds to ``sharded.grad``; returns the parameters that got a gradient on any rank."""
+        if self._reductions:
+            self.wait_reduce()
+        self.grad_state = check_grad(self.name, self.grad_state, GradState.EMPTY)
+        unpublished, self._unpublished = self._unpublished, []
+        return [param for bucket, reduction in unpublished for param in bucket.finish_reduction(reduction)]
 
     def _mean_over_replicas(self, target: torch.Tensor) -> None:
         group = self.runtime.replicate_group
@@ -237,7 +249,7 @@ class Unit:
     def drop_grads(self) -> None:
         """Forgets every gradient, reduced or not (zs.reset); a reduction under way is completed first."""
         if self.grad_state is GradState.REDUCING:
-            self.finish_reduce(lambda _: None)
+            self.finish_reduce()
         self.grad_state = GradState.EMPTY
         for param in self.params:
             param.leaf.grad = param.local_sum = param.sharded.grad = None

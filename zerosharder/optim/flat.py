@@ -222,8 +222,10 @@ class FlatSGD(FlatSteps):
         if group["differentiable"]:
             return result
         momentum = bool(group["momentum"])
+        if not momentum:
+            buffers.extend([None] * len(params))  # torch leaves the list empty then
         for i, param in enumerate(params):
-            if momentum and buffers[i] is not None and id(param) in self._owners:
+            if buffers[i] is not None and id(param) in self._owners:
                 self._prepare(optimizer, param, buffers[i])
         members: set[int] = set()
         new: list[list[Any]] = [[], [], []]
@@ -245,6 +247,8 @@ class FlatSGD(FlatSteps):
                 for i in run.members:
                     optimizer.state[params[i]][self.ROLE] = self.state_view(params[i], self.ROLE)
         _exchange(lists, new, members)
+        if not momentum:
+            buffers.clear()
         return result
 
     def _prepare(self, optimizer: torch.optim.Optimizer, param: torch.Tensor, buffer: torch.Tensor) -> None:

@@ -175,7 +175,8 @@ def unit_layout(
     for name, shape, dtype, trainable in params:
         buckets.setdefault((dtype, trainable), []).append((name, shape))
     return tuple(
-        bucket_layout(found, dtype, trainable, world, strides) for (dtype, trainable), found in buckets.items()
+        bucket_layout(found, dtype, trainable, world, strides)
+        for (dtype, trainable), found in buckets.items()
     )
 
 
