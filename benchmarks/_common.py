@@ -1,4 +1,6 @@
-"""What the benchmarks share: the machine, memory of a process, groups of processes, and how results are told."""
+"""What the benchmarks share: the machine, memory of a process, groups of processes, and how results are
+told.
+"""
 
 from __future__ import annotations
 
@@ -120,6 +122,7 @@ class Group:
             if world > 1:
                 env.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR=address, MASTER_PORT=str(port))
                 env.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+            env.update(environment or {})
             command = [*prefix(rank), sys.executable, str(HERE / "_worker.py"), "--engine", engine, *options]
             process = subprocess.Popen(
                 command,

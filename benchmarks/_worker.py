@@ -1,6 +1,7 @@
 """One rank of one engine: reads commands from stdin, answers on stdout, one JSON object a line.
 
-Started by `_common.Group`; everything that is not an answer goes to stderr. The commands are the methods of `Worker`.
+Started by `_common.Group`; everything that is not an answer goes to stderr. The commands are the methods of
+`Worker`.
 """
 
 from __future__ import annotations
@@ -90,17 +91,37 @@ class Worker:
             losses.append(total)
         return {"losses": losses}
 
+    def activations(self) -> dict:
+        """Bytes that autograd holds when the forward of the unsharded model ends, weights aside."""
+        args = self.args
+        model = _model.build(args.size, args.seq)
+        if args.dtype == "bf16":
+            model.bfloat16()
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        saved: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(*self.batch(0))
+        del loss  # held until here, so that no address was given out twice
+        return {"activations": sum(saved.values())}
+
     def account(self) -> dict:
         """Bytes by category, as the tensors and the engine have them."""
         states = [s for state in self.trained.optimizer.state.values() for s in state.values()]
-        local = [s.to_local() if hasattr(s, "to_local") else s for s in states if isinstance(s, torch.Tensor)]
+        storages = {}
+        for tensor in filter(torch.is_tensor, states):
+            storage = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
         answer = {
             "parameters": self.parameters,
             "largest_unit": max(self.units),
-            "optimizer": sum(
-                s.untyped_storage().nbytes()
-                for s in {s.untyped_storage().data_ptr(): s for s in local}.values()
-            ),
+            "optimizer": sum(storages.values()),
         }
         if self.args.engine == "zerosharder":
             import zerosharder as zs

@@ -4,14 +4,16 @@
     python benchmarks/step.py --world 1 --sizes 30m --dtypes fp32 # what sharding costs where nothing is to be shared
     python benchmarks/step.py --sizes 30m --json -
 
-Every engine trains the same model on the same data with AdamW(fused=True), in processes of its own, so that memory
-can be told apart. In each round every engine gets its turn, and ratios are formed within a round: a machine that others
-use too then hits all engines alike. With --together (the default of --world 1) all processes stay alive and take turns
-every few steps; otherwise each round starts them anew, so that only one engine is in memory.
+Every engine trains the same model on the same data with AdamW(fused=True), in processes of its own, so that
+memory can be told apart. In each round every engine gets its turn, and ratios are formed within a round: a
+machine that others use too then hits all engines alike. With --together (the default of --world 1) all
+processes stay alive and take turns every few steps; otherwise each round starts them anew, so that only one
+engine is in memory.
 
-plain is one process with the batch of one rank; plain_pair as many of those as there are ranks, side by side, without
-a word between them: what is left of the time when communication is free. Losses are compared with those of one process
-that sums up the gradients of all ranks. Peak RSS is VmHWM, reset after set-up; PSS is sampled in two extra steps.
+plain is one process with the batch of one rank; plain_pair as many of those as there are ranks, side by side,
+without a word between them: what is left of the time when communication is free. Losses are compared with
+those of one process that sums up the gradients of all ranks. Peak RSS is VmHWM, reset after set-up; PSS is
+sampled in two extra steps.
 """
 
 from __future__ import annotations

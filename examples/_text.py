@@ -1,7 +1,7 @@
 """The data of train_lm.py: the source files of Python's own standard library, as bytes.
 
-Every machine that can run the script has this text, nothing is downloaded, and the order of everything below depends on
-nothing but the files and the seed.
+Every machine that can run the script has this text, nothing is downloaded, and the order of everything below
+depends on nothing but the files and the seed.
 """
 
 from __future__ import annotations

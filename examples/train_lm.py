@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 2 examples/train_lm.py               # two ranks, each with half of everything
     torchrun --nproc-per-node 2 examples/train_lm.py --unsharded   # the same losses from DistributedDataParallel
 
-It is an ordinary training script: the line that calls zs.shard is all there is to sharding. --batch counts the sequences
-of one optimizer step over all ranks and micro-batches, so a run means the same on any number of ranks.
+It is an ordinary training script: the line that calls zs.shard is all there is to sharding. --batch counts
+the sequences of one optimizer step over all ranks and micro-batches, so a run means the same on any number of
+ranks.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from zerosharder.config import Config
 from zerosharder.engine.build import Built, build_units, flatten_resident, move_rest, sync_buffers
 from zerosharder.engine.engine import Engine
 from zerosharder.engine.groups import World, join_world
-from zerosharder.engine.hooks import install, wrap_method
+from zerosharder.engine.hooks import accept_full_state_dicts, install, wrap_method
 from zerosharder.engine.materialize import has_meta, materialize_buffers
 from zerosharder.engine.runtime import Runtime
 from zerosharder.errors import DesyncError, ShardError, StateError
@@ -172,6 +172,7 @@ def _shard_model(
     return_free_memory()
     engine = Engine(model, built.units, runtime)
     install(engine)
+    accept_full_state_dicts(model, engine)
     if world.watchdog is not None:
         world.watchdog.describe = engine.describe
     sharding = Sharding(engine, built, request)

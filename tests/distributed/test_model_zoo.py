@@ -23,7 +23,7 @@ BOUND = 1e-6  # relative to the largest magnitude in each tensor
 
 # One of each way in which transformers' layers hand their weights to a checkpoint: the recomputation calls the class's
 # forward, not the module.
-CHECKPOINTED = ["llama", "gpt2", "mixtral", "bert", "albert", "t5", "vit", "wav2vec2", "whisper"]
+CHECKPOINTED = ["llama", "gpt2", "mixtral", "bert", "modernbert", "t5", "vit", "wav2vec2", "whisper"]
 
 
 @pytest.mark.parametrize("name", list(zoo.ZOO))

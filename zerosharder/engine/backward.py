@@ -122,6 +122,12 @@ class BackwardWalk:
                 return
             yield by_number[highest]
 
+    def prune(self) -> None:
+        """Drops the passes whose graphs are gone on every rank. All ranks call it at the same length of the tape."""
+        tape = self._engine.tape
+        alive = self._max([int(p.is_alive) for p in tape.passes])
+        tape.keep([p for p, a in zip(tape.passes, alive, strict=True) if a])
+
     def _max(self, values: list[int]) -> list[int]:
         """The elementwise maximum over all ranks."""
         runtime = self._engine.runtime

@@ -321,6 +321,16 @@ class Bucket:
         self._grad = flat_buffer(length, lay.dtype, runtime.device)
         self._grads = [self.as_sharded(self._grad, p.layout) for p in self.params]
 
+    def cut(self, layout: ParamLayout, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of ``whole`` (any dtype, shape of the parameter), as a sharded form of their own."""
+        flat = torch.zeros(self.layout.shard_numel, dtype=whole.dtype, device=self._runtime.device)
+        sharded = self.as_sharded(flat, layout)
+        rows = (
+            whole if layout.replicated else whole[layout.first_row(self.rank) :][: layout.rows_of(self.rank)]
+        )
+        local_of(sharded).copy_(rows)
+        return sharded.detach().clone()
+
     def as_sharded(self, flat: torch.Tensor, layout: ParamLayout) -> torch.Tensor:
         """The view of ``flat`` (layout of the flat shard) that belongs to a parameter, as its sharded form."""
         runtime = self._runtime

@@ -23,6 +23,9 @@ from zerosharder.engine.tensors import cast_floats, find_tensors
 from zerosharder.engine.unit import Unit
 from zerosharder.errors import StateError
 
+# Forwards with gradients whose backward never came (an evaluation without no_grad) are dropped at this many.
+MAX_PASSES = 64
+
 
 @dataclass
 class Frame:
@@ -139,6 +142,8 @@ class Engine:
             )
         self.runtime.shards_changed()
         self._free_leftovers()
+        if len(self.tape.passes) >= MAX_PASSES:
+            self.backward.prune()
         self._began = time.perf_counter()
         self.phase = Phase.FORWARD
         self.schedule.start((torch.is_grad_enabled(), units[0].index))
@@ -211,18 +216,18 @@ class Engine:
         if call is None or not call.differentiable:
             return False
         policy = self.runtime.config.reshard
-        is_outermost = len(self._frames) == 1
-        # auto: what the backward starts with stays, the rest is freed.
-        return (
-            policy == "never"
-            or is_outermost
-            or (policy == "auto" and following is None and self.schedule.follows)
-        )
+        # auto: what the backward starts with stays (the root, the last unit of the recorded order), the rest is freed.
+        starts_backward = len(self._frames) == 1 or (following is None and self.schedule.follows)
+        return policy == "never" or (policy == "auto" and starts_backward)
 
     # ---- gathering, shared by both directions
 
     def gather_now(self, unit: Unit) -> None:
         """Makes ``unit`` gathered and up to date."""
+        with _normal_tensors():
+            self._gather_now(unit)
+
+    def _gather_now(self, unit: Unit) -> None:
         if unit.residency is Residency.GATHERED:
             if unit.pinned or unit.active or not unit.is_stale:
                 self._ahead.pop(unit, None)
@@ -236,6 +241,10 @@ class Engine:
 
     def gather_ahead(self, upcoming: Iterable[Unit]) -> None:
         """Issues the gathers of the next units, as many bytes ahead as the setting allows."""
+        with _normal_tensors():
+            self._gather_ahead(upcoming)
+
+    def _gather_ahead(self, upcoming: Iterable[Unit]) -> None:
         ahead = sum(self._ahead.values())
         for unit in upcoming:
             if unit.residency is not Residency.SHARDED or not unit.nbytes:
@@ -326,6 +335,13 @@ class Engine:
 
     def _in_backward(self) -> bool:
         return torch._C._current_graph_task_id() != -1
+
+
+def _normal_tensors() -> contextlib.AbstractContextManager[None]:
+    """Slots and their views outlive an inference_mode block, so they must not be made as inference tensors."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
 
 
 def _cast_to(unit: Unit) -> torch.dtype | None:

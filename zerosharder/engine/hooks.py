@@ -10,11 +10,14 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zerosharder.errors import ShardError
 
 if TYPE_CHECKING:
+    from zerosharder.engine.bucket import Bucket, UnitParam
     from zerosharder.engine.engine import Engine
     from zerosharder.engine.unit import Unit
 
@@ -53,6 +56,27 @@ def install(engine: Engine) -> None:
             for module, _ in param.owners + param.slow_owners:
                 if not isinstance(module._parameters, OnDemandParameters):
                     module.__dict__["_parameters"] = OnDemandParameters(module._parameters, engine)
+
+
+def accept_full_state_dicts(model: nn.Module, engine: Engine) -> None:
+    """Lets ``load_state_dict`` take the whole, plain tensors of an unsharded model (all of them on every rank)."""
+    names: dict[str, tuple[Bucket, UnitParam]] = {}
+    paths = {module: prefix for prefix, module in model.named_modules()}
+    for unit in engine.units:
+        for bucket in unit.buckets:
+            for param in bucket.params:
+                for module, attr in param.owners + param.slow_owners:
+                    names[f"{paths[module]}.{attr}" if paths[module] else attr] = (bucket, param)
+
+    def cut(_: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name, (bucket, param) in names.items():
+            value = state_dict.get(prefix + name)
+            if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+                continue
+            if tuple(value.shape) == param.layout.shape:
+                state_dict[prefix + name] = bucket.cut(param.layout, value)
+
+    model.register_load_state_dict_pre_hook(cut)
 
 
 def wrap_method(engine: Engine, units: list[Unit], module: nn.Module, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from zerosharder.engine.slots import SlotPool
 from zerosharder.engine.streams import Lane, mark_compute
 from zerosharder.observe.counters import Counters
 from zerosharder.observe.events import EventLog
+
+T = TypeVar("T")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -77,10 +80,10 @@ class Runtime:
         """Message tag of a unit's operation, apart from those of every other unit and model."""
         return (self.number % 256 << 23) + (unit % 2048) * TAGS_PER_UNIT + part
 
-    def guarded(self, what: str, unit: str, wait: Callable[[], None]) -> None:
-        """Runs ``wait``; a transport error comes out as the exception that names who was missing."""
+    def guarded(self, what: str, unit: str, operation: Callable[[], T]) -> T:
+        """Runs ``operation``; a transport error comes out as the exception that names who was missing."""
         try:
-            wait()
+            return operation()
         except RuntimeError as error:
             if self.explain is None:
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import TYPE_CHECKING
 
@@ -79,7 +80,9 @@ class Unit:
             for bucket, views in zip(self.buckets, self._views(), strict=True):
                 bucket.fill_own(views)
                 parts.extend(views.parts)
-            self._pending = runtime.collectives.gather(parts, runtime.tag(self.index))
+            self._pending = runtime.guarded(
+                "gather", self.name, lambda: runtime.collectives.gather(parts, runtime.tag(self.index))
+            )
         runtime.counters.gathers += 1
         runtime.counters.gather_bytes += self.nbytes * (runtime.world - 1) // runtime.world
         runtime.log.add("gather", self.name, begin, self.nbytes)
@@ -204,8 +207,13 @@ class Unit:
                 if not bucket.wants_grad:
                     continue
                 reduction = bucket.start_reduction()
-                tag = runtime.tag(self.index, number * 512)
-                pending = runtime.collectives.reduce(reduction.parts, reduction.wire_dtype, tag)
+                send = functools.partial(
+                    runtime.collectives.reduce,
+                    reduction.parts,
+                    reduction.wire_dtype,
+                    runtime.tag(self.index, number * 512),
+                )
+                pending = runtime.guarded("reduce", self.name, send)
                 self._reductions.append((bucket, reduction, pending))
                 nbytes += bucket.layout.full_numel * reduction.wire_dtype.itemsize
         runtime.counters.reduces += 1
@@ -220,7 +228,8 @@ class Unit:
             with runtime.reduce_lane.run():
                 runtime.guarded("reduce", self.name, pending.wait)
                 if runtime.replicate_group is not None:
-                    self._mean_over_replicas(reduction.target)
+                    average = functools.partial(self._mean_over_replicas, reduction.target)
+                    runtime.guarded("mean over replicas", self.name, average)
             compute_waits(runtime.reduce_lane.mark())
             runtime.guarded("reduce", self.name, pending.release)
             runtime.pool.release(reduction.packed)

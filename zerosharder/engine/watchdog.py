@@ -44,7 +44,7 @@ class Watchdog:
 
     def explain(self, what: str, unit: str, error: RuntimeError) -> Exception:
         """The exception for a wait that failed with ``error``; names the ranks that were elsewhere."""
-        mine = f"{what} of unit {unit or '(root)'!r}" if what in ("gather", "reduce") else what
+        mine = f"{what} of unit {unit or '(root)'!r}" if unit or what in ("gather", "reduce") else what
         self._waiting = mine
         try:
             self._store.set(f"answer/{self._rank}", json.dumps(self._answer()))

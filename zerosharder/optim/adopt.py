@@ -77,16 +77,7 @@ class Adoption:
         ):
             return value
         bucket, unit_param = owner
-        if not unit_param.layout.shape:
-            return value
-        layout = unit_param.layout
-        flat = torch.zeros(bucket.layout.shard_numel, dtype=value.dtype, device=value.device)
-        sharded = bucket.as_sharded(flat, layout)
-        rank = bucket.rank
-        n = layout.valid[rank]
-        start = layout.start_of(rank)
-        flat[layout.shard_offset : layout.shard_offset + n].copy_(value.reshape(-1)[start : start + n])
-        return sharded.clone()
+        return bucket.cut(unit_param.layout, value) if unit_param.layout.shape else value
 
 
 _adoptions: weakref.WeakSet[Adoption] = weakref.WeakSet()
