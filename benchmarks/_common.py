@@ -109,7 +109,6 @@ class Group:
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
                 **(environment or {}),
             }
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), env.get("PYTHONPATH", "")]))
             for name in (
                 "RANK",
                 "WORLD_SIZE",

@@ -1,5 +1,4 @@
-"""A training step over a slow network: DDP, FSDP2 and zerosharder between two network namespaces. NEEDS
-ROOT.
+"""A step over a slow network: DDP, FSDP2 and zerosharder between two network namespaces. NEEDS ROOT.
 
     sudo python benchmarks/slow_link.py                       # 1 Gbit/s, GPT 30M
     sudo python benchmarks/slow_link.py --rate 500mbit --sizes 120m --json -

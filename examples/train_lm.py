@@ -119,14 +119,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--size", default="3m", choices=list(_lm.SIZES), help="parameters, about (default %(default)s)"
     )
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps (%(default)s)")
+    parser.add_argument("--steps", type=int, default=800, help="optimizer steps (%(default)s)")
     parser.add_argument(
-        "--batch", type=int, default=8, help="sequences per step over all ranks (%(default)s)"
+        "--batch", type=int, default=4, help="sequences per step over all ranks (%(default)s)"
     )
     parser.add_argument("--seq", type=int, default=256, help="bytes per sequence (%(default)s)")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (%(default)s)")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (%(default)s)")
-    parser.add_argument("--warmup", type=int, default=20, help="steps of linear warm-up (%(default)s)")
+    parser.add_argument("--warmup", type=int, default=30, help="steps of linear warm-up (%(default)s)")
     parser.add_argument(
         "--clip", type=float, default=1.0, help="largest gradient norm, 0: no clipping (%(default)s)"
     )
@@ -135,11 +135,11 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--eval-batches", type=int, default=32, help="of --batch held-out sequences (%(default)s)"
+        "--eval-batches", type=int, default=64, help="of --batch held-out sequences (%(default)s)"
     )
     parser.add_argument("--generate", type=int, default=200, help="bytes of sample text (%(default)s)")
     parser.add_argument(
-        "--log-every", type=int, default=10, help="steps between progress lines (%(default)s)"
+        "--log-every", type=int, default=20, help="steps between progress lines (%(default)s)"
     )
     parser.add_argument("--bytes", type=int, help="use only so many bytes of the text")
     parser.add_argument("--json", metavar="FILE", help="write losses, speed and memory there")

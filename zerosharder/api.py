@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerosharder.config import Config
 from zerosharder.engine.build import Built, build_units, flatten_resident, move_rest, sync_buffers
+from zerosharder.engine.compiler import hide_from_compiler
 from zerosharder.engine.engine import Engine
 from zerosharder.engine.groups import World, join_world
 from zerosharder.engine.hooks import accept_full_state_dicts, install, wrap_method
@@ -172,6 +173,7 @@ def _shard_model(
     return_free_memory()
     engine = Engine(model, built.units, runtime)
     install(engine)
+    hide_from_compiler()
     accept_full_state_dicts(model, engine)
     if world.watchdog is not None:
         world.watchdog.describe = engine.describe

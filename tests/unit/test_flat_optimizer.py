@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zerosharder as zs
+from zerosharder.engine.bucket import local_of
 from zerosharder.optim.flat import BLOCK
 
 Optimizer = torch.optim.Optimizer
@@ -67,15 +69,15 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.up = nn.Linear(16, 5003)  # more than one block of the plain step, and no multiple of a vector
-        self.down = nn.Linear(5003, 16)
-        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(8, 8501)  # more than one block of the plain step, and no multiple of a vector
+        self.down = nn.Linear(8501, 8)
+        self.norm = nn.LayerNorm(8)
         self.scale = nn.Parameter(torch.tensor(0.7))
         self.empty = nn.Parameter(torch.empty(0, 4))
-        self.row = nn.Parameter(torch.randn(1, 16))
+        self.row = nn.Parameter(torch.randn(1, 8))
         self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
         self.unused = nn.Linear(3, 3)
-        self.sometimes = nn.Parameter(torch.randn(16))
+        self.sometimes = nn.Parameter(torch.randn(8))
 
     def forward(self, x: Tensor, extra: bool = False) -> Tensor:
         h = self.norm(self.down(torch.tanh(self.up(x)))) * self.scale + self.row + self.frozen.sum() + self.empty.sum()
@@ -121,7 +123,7 @@ class Twins:
     def backward(self, step: int) -> None:
         rank = torch.distributed.get_rank() if self.world > 1 else 0
         torch.manual_seed(100 * step + rank)
-        out = self.model(torch.randn(3, 16), extra=step % 2 == 1)
+        out = self.model(torch.randn(2, 8), extra=step % 2 == 1)
         (out.float() ** 2).sum().backward()
 
     def hand_over(self) -> None:
@@ -148,7 +150,7 @@ class Twins:
 
 
 def _bound(name: str) -> dict[str, float]:
-    return {"rtol": 3e-7} if "fused" in name else {}
+    return {"rtol": 1e-6, "atol": 2e-7} if "fused" in name else {}
 
 
 def _run(name: str, world: int, **how: bool) -> None:
@@ -218,7 +220,7 @@ def test_neighbours_are_stepped_as_one(name):
     twins.backward(0)
     lengths = _lengths(twins.optimizer, twins.optimizer.step)
     # Two runs of the flat shard: before and after what got no gradient; some empty.
-    assert len([n for n in lengths if n]) <= 3 and max(lengths) > 2 * 16 * 5003
+    assert len([n for n in lengths if n]) <= 3 and max(lengths) > 2 * 8 * 8501
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd-momentum"])
@@ -355,12 +357,37 @@ def test_an_optimizer_that_has_stepped_before_shard(name: str, world: int) -> No
     for n, p in model.named_parameters():
         for key, value in reference.state.get(whole[n], {}).items():
             assert_same(_whole(optimizer.state[p][key]), value, what=f"{key} of {n}")
-    model(torch.randn(2, 16)).sum().backward()
+    model(torch.randn(2, 8)).sum().backward()
     for n, p in model.named_parameters():
         whole[n].grad = None if p.grad is None else _whole(p.grad).clone()
     optimizer.step()
     reference.step()
     assert_same({n: _whole(p) for n, p in model.named_parameters()}, {n: p.detach() for n, p in whole.items()})
+
+
+@distributed(world=2)
+def test_copies_and_files_of_sharded_tensors(tmp_path: Path, world: int) -> None:
+    """deepcopy (the best weights so far) and torch.save of parameters, gradients and state, wherever they lie."""
+    twins = Twins(_factory("adamw"), world)
+    twins.step(0)
+    values = {f"model.{k}": v for k, v in twins.model.state_dict().items()}
+    for name, param in twins.model.named_parameters():
+        values |= {f"param.{name}": param}
+        values |= {f"grad.{name}": param.grad} if param.grad is not None else {}
+        values |= {f"{key}.{name}": value for key, value in twins.optimizer.state.get(param, {}).items()}
+    path = tmp_path / f"rank{torch.distributed.get_rank()}"
+    torch.save(values, path)
+    loaded = torch.load(path, weights_only=False)
+    for name, value in values.items():
+        copied = copy.deepcopy(value)
+        assert type(copied) is type(value) and copied.requires_grad == value.requires_grad, name
+        assert_same(local_of(copied), local_of(value), what=f"copy of {name}")
+        assert_same(local_of(loaded[name]), local_of(value), what=f"file of {name}")
+    before = {name: local_of(value).detach().clone() for name, value in values.items()}
+    copied = copy.deepcopy(values)
+    twins.step(1)
+    twins.step(2)
+    assert_same({n: local_of(v).detach() for n, v in copied.items()}, before, what="copies after more steps")
 
 
 # -- schedulers, scalers, hooks, closures
@@ -407,7 +434,7 @@ def test_grad_scaler_skips_on_every_rank_what_overflows_on_one(world: int) -> No
     for step in range(5):
         twins.optimizer.zero_grad()
         torch.manual_seed(10 * step + rank)
-        x = torch.randn(3, 16)
+        x = torch.randn(2, 8)
         if step == 2 and rank == 1:
             x[0, 0] = float("inf")
         before = {n: _whole(p).clone() for n, p in twins.model.named_parameters()}
@@ -433,7 +460,7 @@ def test_grad_scaler_of_a_fused_step(world: int) -> None:
     for step in range(3):
         twins.optimizer.zero_grad()
         torch.manual_seed(10 * step + torch.distributed.get_rank())
-        scaler.scale((twins.model(torch.randn(3, 16)) ** 2).sum()).backward()
+        scaler.scale((twins.model(torch.randn(2, 8)) ** 2).sum()).backward()
         for name, param in twins.model.named_parameters():
             twins.whole[name].grad = None if param.grad is None else _whole(param.grad) / 64.0
         scaler.step(twins.optimizer)
@@ -451,7 +478,7 @@ def test_hooks_and_closures():
     def closure() -> Tensor:
         calls.append("closure")
         twins.optimizer.zero_grad()
-        out = twins.model(torch.ones(2, 16)).float().pow(2).sum()
+        out = twins.model(torch.ones(2, 8)).float().pow(2).sum()
         out.backward()
         twins.hand_over()
         return out
@@ -470,6 +497,28 @@ def test_a_group_added_later():
     for step in (1, 2):
         twins.step(step)
         twins.assert_equal()
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw-fused", "sgd-momentum-fused"])
+@distributed(world=2)
+def test_replicas_of_a_scalar_stay_the_same(name: str, world: int) -> None:
+    """Ranks hold different numbers of rows, so a scalar among them lies in different lanes of a vector kernel."""
+    torch.manual_seed(1)
+    model = nn.Module()
+    for i in range(40):
+        model.register_parameter(f"row{i}", nn.Parameter(torch.randn(2 * i + 1)))
+        model.register_parameter(f"scalar{i}", nn.Parameter(torch.randn(())))
+    model.forward = lambda x: sum((p * x).sin().sum() for p in model.parameters())
+    optimizer = _factory(name)(model.parameters())
+    zs.shard(model, optimizer)
+    for step in range(6):
+        optimizer.zero_grad()
+        model(torch.tensor(1.0 + step + torch.distributed.get_rank())).backward()
+        optimizer.step()
+    mine = torch.stack([p.to_local() for n, p in model.named_parameters() if n.startswith("scalar")]).detach()
+    theirs = mine.clone()
+    torch.distributed.broadcast(theirs, 0)
+    assert_same(mine, theirs, what="scalars of this rank and of rank 0")
 
 
 @distributed(world=2)

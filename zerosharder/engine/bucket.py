@@ -338,11 +338,37 @@ class Bucket:
         local = flat[layout.shard_offset : layout.shard_offset + n].view(layout.local_shape(runtime.rank))
         if runtime.mesh is None:
             return local
+        local = _with_own_storage(local)
         placements = runtime.replicated if layout.replicated else runtime.placements
         whole = torch.empty(layout.shape, device="meta")
         return DTensor.from_local(
             local, runtime.mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
         )
+
+
+def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """Gives ``view`` a storage that starts where it starts, over the same memory, with the same version counter.
+
+    torch gives a DTensor the storage offset of its local tensor, and takes one with an offset for a tensor that has
+    memory itself: deepcopy and torch.save of it would fail. It also makes torch.save write these bytes only.
+    """
+    if not view.numel() or not view.storage_offset():
+        return view
+    raw = view.reshape(-1).view(torch.uint8)
+    if view.device.type == "cpu":
+        alias = torch.frombuffer(raw.numpy(), dtype=view.dtype)  # holds the array, which holds the tensor
+    else:
+        alias = torch.as_tensor(_CudaBytes(raw), device=view.device).view(view.dtype)
+    view.data = alias.view(view.shape)
+    return view
+
+
+class _CudaBytes:
+    """Memory of ``raw`` (uint8, on CUDA) for ``torch.as_tensor``, which keeps this object and so the memory."""
+
+    def __init__(self, raw: torch.Tensor) -> None:
+        self.raw = raw
+        self.__cuda_array_interface__ = raw.__cuda_array_interface__
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -126,9 +126,16 @@ class Engine:
     def demand(self, param: nn.Parameter) -> nn.Parameter | None:
         """A module reads the sharded ``param`` outside of its unit's forward: gathers it until the frame ends."""
         unit = self._by_param.get(id(param))
-        if unit is None or not self._frames or unit.active:
+        if unit is None or unit.active:
             return None
-        self._begin_call(self._frames[-1], unit)
+        if self._frames:
+            self._begin_call(self._frames[-1], unit)
+        elif self._in_backward():
+            # A recomputation that did not come through a wrapped forward: transformers checkpoints the class's own.
+            self.backward.recomputes(unit)
+            self.gather_now(unit)
+        else:
+            return None
         return next(p.leaf for p in unit.params if p.sharded is param)
 
     def _begin_pass(self, units: list[Unit]) -> None:

@@ -30,17 +30,21 @@ class OnDemandParameters(dict[str, "nn.Parameter | None"]):
     dicts) never does.
     """
 
-    __slots__ = ("_engine",)
+    __slots__ = ("_engine", "inactive")
 
     def __init__(self, items: dict[str, nn.Parameter | None], engine: Engine) -> None:
         super().__init__(items)
         self._engine = engine
+        self.inactive = 0  # units with a parameter here that are not computing now
 
     def __getitem__(self, key: str) -> nn.Parameter | None:
         param = super().__getitem__(key)
-        if param is None or not self._engine.is_in_pass:
+        # torch.compile traces this far inside a compiled block; anything that looks at the parameter itself would
+        # become a guard on its identity, and each block of a model would be compiled again.
+        if not self.inactive or param is None:
             return param
-        return self._engine.demand(param) or param
+        leaf = self._engine.demand(param)
+        return param if leaf is None else leaf
 
 
 def install(engine: Engine) -> None:
@@ -52,10 +56,11 @@ def install(engine: Engine) -> None:
     for module, units in by_entry.items():
         wrap_method(engine, units, module, "forward")
     for unit in engine.units:
-        for param in unit.params:
-            for module, _ in param.owners + param.slow_owners:
-                if not isinstance(module._parameters, OnDemandParameters):
-                    module.__dict__["_parameters"] = OnDemandParameters(module._parameters, engine)
+        for module in {m: None for param in unit.params for m, _ in param.owners + param.slow_owners}:
+            if not isinstance(module._parameters, OnDemandParameters):
+                module.__dict__["_parameters"] = OnDemandParameters(module._parameters, engine)
+            module._parameters.inactive += 1
+            unit.tables.append(module._parameters)
 
 
 def accept_full_state_dicts(model: nn.Module, engine: Engine) -> None:

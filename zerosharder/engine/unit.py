@@ -18,6 +18,7 @@ from zerosharder.engine.streams import compute_waits, mark_compute
 
 if TYPE_CHECKING:
     from zerosharder.engine.bucket import _SlotViews
+    from zerosharder.engine.hooks import OnDemandParameters
 
 
 class Unit:
@@ -39,6 +40,7 @@ class Unit:
         self.residency = Residency.SHARDED
         self.grad_state = GradState.EMPTY
         self.active = 0  # forwards that are computing with it right now
+        self.tables: list[OnDemandParameters] = []  # of the modules that own its parameters
         self.pinned = False  # full_params holds it gathered
         self.version = -1  # of the flat shards when it was gathered
         self.nbytes = sum(bucket.gathered_nbytes for bucket in buckets)
@@ -170,6 +172,8 @@ class Unit:
         """The modules read the leaves from here on."""
         self.active += 1
         if self.active == 1:
+            for table in self.tables:
+                table.inactive -= 1
             for param in self.params:
                 if param.leaf.requires_grad != param.sharded.requires_grad:
                     param.leaf.requires_grad_(param.sharded.requires_grad)
@@ -179,6 +183,8 @@ class Unit:
         """The modules show the sharded parameters again once the last forward is through."""
         self.active -= 1
         if self.active == 0:
+            for table in self.tables:
+                table.inactive += 1
             for param in self.params:
                 param.install(param.sharded)
 

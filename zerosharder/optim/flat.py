@@ -116,13 +116,16 @@ class FlatSteps:
             start = owner.layout.shard_offset
             stop = start + owner.layout.valid[bucket.rank]
             position = bucket.position(owner)
-            if current is not None and current.joins(bucket, position, keys[i]):
+            # Every rank steps a replicated parameter by itself. Alone in its run it sees the same vector lanes
+            # everywhere; among rows, of which ranks hold different numbers, a fused kernel may round it differently.
+            key = (keys[i], owner.layout.replicated)
+            if current is not None and current.joins(bucket, position, key):
                 current.stop, current.last = stop, position
                 current.members.append(i)
                 continue
             if current is not None:
                 yield current
-            current = Run(bucket, start, stop, [i], keys[i], position)
+            current = Run(bucket, start, stop, [i], key, position)
         if current is not None:
             yield current
 

@@ -114,6 +114,10 @@ def _repeated_blocks(model: nn.Module) -> dict[nn.Module, str]:
                 blocks = set()  # a list of bare layers: too fine, they stay with their parent
         for child in children:
             too_large = _numel(child) > SPLIT_SHARE * total and _repeats_inside(child)
+            if too_large and _has_twin(child, blocks):
+                too_large = (
+                    False  # not a stage but a block; what repeats in it may be experts, of which ranks choose
+                )
             if child not in blocks or too_large:
                 visit(child)
             else:
@@ -121,6 +125,13 @@ def _repeated_blocks(model: nn.Module) -> dict[nn.Module, str]:
 
     visit(model)
     return found
+
+
+def _has_twin(child: nn.Module, blocks: set[nn.Module]) -> bool:
+    """Whether another block has the same class and shapes (stages of a vision model differ in shapes)."""
+    shapes = [p.shape for p in child.parameters()]
+    others = (b for b in blocks if b is not child and type(b) is type(child))
+    return any([p.shape for p in other.parameters()] == shapes for other in others)
 
 
 def _repeats_inside(module: nn.Module) -> bool:
