@@ -103,6 +103,24 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def _gather(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The whole of each sharded tensor; one collective for all of them."""
+    if not any(isinstance(t, DTensor) for t in tensors.values()):
+        return {name: t.detach().clone() for name, t in tensors.items()}
+    parts: list[dict[str, Tensor]] = [{}] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, {name: local_of(t).detach() for name, t in tensors.items()})
+    return {n: torch.cat([part[n] for part in parts]) if t.dim() else parts[0][n] for n, t in tensors.items()}
+
+
+def _rows(whole: Tensor, like: Tensor) -> Tensor:
+    """What this rank holds of ``whole``, cut as ``like`` is."""
+    if not isinstance(like, DTensor) or not whole.dim():
+        return whole
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    chunks = torch.chunk(whole, world) if whole.shape[0] else ()
+    return chunks[rank] if rank < len(chunks) else whole[:0]
+
+
 class Twins:
     """A sharded model with its optimizer, and whole parameters with torch's own."""
 
@@ -127,8 +145,9 @@ class Twins:
         (out.float() ** 2).sum().backward()
 
     def hand_over(self) -> None:
-        for name, param in self.model.named_parameters():
-            self.whole[name].grad = None if param.grad is None else _whole(param.grad).clone()
+        grads = _gather({n: p.grad for n, p in self.model.named_parameters() if p.grad is not None})
+        for name, param in self.whole.items():
+            param.grad = grads.get(name)
 
     def step(self, step: int) -> None:
         self.optimizer.zero_grad()
@@ -138,14 +157,16 @@ class Twins:
         self.reference.step()
 
     def assert_equal(self, **bound: float) -> None:
-        found = {name: _whole(p) for name, p in self.model.named_parameters()}
-        assert_same(found, {name: p.detach() for name, p in self.whole.items()}, what="parameters", **bound)
+        found, expected = {}, {}
         for name, param in self.model.named_parameters():
-            mine, theirs = self.optimizer.state.get(param, {}), self.reference.state.get(self.whole[name], {})
+            whole = self.whole[name]
+            found[name], expected[name] = local_of(param).detach(), _rows(whole.detach(), param)
+            mine, theirs = self.optimizer.state.get(param, {}), self.reference.state.get(whole, {})
             assert mine.keys() == theirs.keys(), (name, mine.keys(), theirs.keys())
-            for key in theirs:
-                if theirs[key] is not None:
-                    assert_same(_whole(mine[key]), theirs[key], what=f"state {key} of {name}", **bound)
+            for key, value in theirs.items():
+                if value is not None:
+                    found[f"{key} of {name}"], expected[f"{key} of {name}"] = local_of(mine[key]), _rows(value, mine[key])
+        assert_same(found, expected, **bound)
         assert not [k for k in self.optimizer.state if not any(k is p for p in self.model.parameters())], "foreign keys"
 
 

@@ -57,10 +57,11 @@ def install(engine: Engine) -> None:
         wrap_method(engine, units, module, "forward")
     for unit in engine.units:
         for module in {m: None for param in unit.params for m, _ in param.owners + param.slow_owners}:
-            if not isinstance(module._parameters, OnDemandParameters):
-                module.__dict__["_parameters"] = OnDemandParameters(module._parameters, engine)
-            module._parameters.inactive += 1
-            unit.tables.append(module._parameters)
+            table = module._parameters
+            if not isinstance(table, OnDemandParameters):
+                table = module.__dict__["_parameters"] = OnDemandParameters(table, engine)
+            table.inactive += 1
+            unit.tables.append(table)
 
 
 def accept_full_state_dicts(model: nn.Module, engine: Engine) -> None:

@@ -98,9 +98,12 @@ def describe(plans: Sequence[UnitPlan]) -> str:
 
 def _repeated_blocks(model: nn.Module) -> dict[nn.Module, str]:
     total = sum(p.numel() for p in model.parameters())
+    names = {child: name for module in model.modules() for name, child in module.named_children()}
     found: dict[nn.Module, str] = {}
 
-    def visit(module: nn.Module) -> None:
+    def visit(module: nn.Module, name: str = "") -> None:
+        if "expert" in name:
+            return  # which of them run depends on the data, so ranks would gather different ones
         children = [child for child in module.children() if any(True for _ in child.parameters())]
         blocks: set[nn.Module] = set()
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
@@ -119,7 +122,7 @@ def _repeated_blocks(model: nn.Module) -> dict[nn.Module, str]:
                     False  # not a stage but a block; what repeats in it may be experts, of which ranks choose
                 )
             if child not in blocks or too_large:
-                visit(child)
+                visit(child, names[child])
             else:
                 found[child] = "repeated block"
 
