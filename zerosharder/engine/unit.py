@@ -86,7 +86,8 @@ class Unit:
                 "gather", self.name, lambda: runtime.collectives.gather(parts, runtime.tag(self.index))
             )
         runtime.counters.gathers += 1
-        runtime.counters.gather_bytes += self.nbytes * (runtime.world - 1) // runtime.world
+        chunks = sum(bucket.layout.chunk_numel * bucket.compute_dtype.itemsize for bucket in self.buckets)
+        runtime.counters.gather_bytes += chunks * (runtime.world - 1)
         runtime.log.add("gather", self.name, begin, self.nbytes)
 
     def wait_gather(self) -> None:
@@ -221,9 +222,9 @@ class Unit:
                 )
                 pending = runtime.guarded("reduce", self.name, send)
                 self._reductions.append((bucket, reduction, pending))
-                nbytes += bucket.layout.full_numel * reduction.wire_dtype.itemsize
+                nbytes += bucket.layout.chunk_numel * reduction.wire_dtype.itemsize
         runtime.counters.reduces += 1
-        runtime.counters.reduce_bytes += nbytes * (runtime.world - 1) // runtime.world
+        runtime.counters.reduce_bytes += nbytes * (runtime.world - 1)
         runtime.log.add("reduce", self.name, begin, nbytes)
 
     def wait_reduce(self) -> None:

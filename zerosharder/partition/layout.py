@@ -102,6 +102,11 @@ class BucketLayout:
     pack_full_offset: int  # the pack area of the gathered buffer: [world, pack_numel]
     full_numel: int  # gathered buffer, padding and pack area included
 
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of one rank's chunks as they travel, padding included."""
+        return sum(p.chunk for p in self.params if p.direct) + self.pack_numel
+
 
 def chunk_rows(rows: int, world: int, rank: int) -> int:
     """Rows that ``rank`` of ``world`` holds of ``rows``, as ``torch.chunk`` cuts them."""

@@ -116,12 +116,9 @@ def _repeated_blocks(model: nn.Module) -> dict[nn.Module, str]:
             if not any(any(True for _ in block.children()) for block in blocks):
                 blocks = set()  # a list of bare layers: too fine, they stay with their parent
         for child in children:
-            too_large = _numel(child) > SPLIT_SHARE * total and _repeats_inside(child)
-            if too_large and _has_twin(child, blocks):
-                too_large = (
-                    False  # not a stage but a block; what repeats in it may be experts, of which ranks choose
-                )
-            if child not in blocks or too_large:
+            # A stage of blocks, not a block: stages differ in shapes, blocks have twins.
+            is_stage = _repeats_inside(child) and not _has_twin(child, blocks)
+            if child not in blocks or (is_stage and _numel(child) > SPLIT_SHARE * total):
                 visit(child, names[child])
             else:
                 found[child] = "repeated block"
@@ -131,7 +128,7 @@ def _repeated_blocks(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _has_twin(child: nn.Module, blocks: set[nn.Module]) -> bool:
-    """Whether another block has the same class and shapes (stages of a vision model differ in shapes)."""
+    """Whether another block has the same class and shapes."""
     shapes = [p.shape for p in child.parameters()]
     others = (b for b in blocks if b is not child and type(b) is type(child))
     return any([p.shape for p in other.parameters()] == shapes for other in others)
