@@ -154,7 +154,7 @@ def test_slow_link_cleans_up_after_itself() -> None:
     assert [m["name"] for m in measurements] == ["compute", "communication", "fsdp2", "zerosharder"]
     assert measurements[2]["losses"] == pytest.approx(measurements[3]["losses"], rel=1e-4)
     (result,) = summary["results"]
-    assert result["bytes_each_way"] > 1_000_000
+    assert result["bytes_each_way"] > 900_000
     assert result["ratio_to_bound"].keys() == {"fsdp2", "zerosharder"}
     assert result["ratio_to_fsdp2"]["fsdp2"] == 1.0
     assert subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout == before

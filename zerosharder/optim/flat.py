@@ -71,7 +71,9 @@ class Run:
         """The run in one piece for fused, foreach and CUDA; in blocks for torch's plain step on a CPU."""
         plain = not group["fused"] and not group["foreach"] and self.bucket.flat.device.type == "cpu"
         length = BLOCK if plain else max(1, self.stop - self.start)
-        for start in range(self.start, self.stop, length):
+        for start in range(
+            self.start, max(self.stop, self.start + 1), length
+        ):  # one even if nothing lies here
             yield start, min(self.stop, start + length)
 
 
@@ -183,7 +185,11 @@ class FlatAdam(FlatSteps):
                 for place, flat in enumerate(flats):
                     new[place].append(flat[start:stop])
                 new[-1].append(steps[run.members[0]].clone())
-            self._after.append(functools.partial(torch._foreach_add_, [steps[i] for i in run.members], 1))
+            # What the step made of the counter: a fused step under GradScaler leaves it where an inf was found.
+            counted = [new[-1][-1]] * len(run.members)
+            self._after.append(
+                functools.partial(torch._foreach_copy_, [steps[i] for i in run.members], counted)
+            )
         _exchange(lists, new, members)
         return has_complex
 
