@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import os
@@ -27,6 +28,8 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+import zerosharder as zs
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
 PROMPT = "def read(self, "
@@ -50,17 +53,13 @@ def run(args: argparse.Namespace) -> None:
     if args.unsharded:
         model, forward_context = unsharded(model, args.dtype)
     else:
-        import zerosharder as zs
-
         config = zs.Config(param_dtype="bf16") if args.dtype == "bf16" else None
         model, optimizer = zs.shard(model, optimizer, config=config)  # the one line
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: lr_factor(step, args.steps, args.warmup)
-    )
+    factor = functools.partial(lr_factor, steps=args.steps, warmup=args.warmup)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     device = next(model.parameters()).device
-    say(
-        f"{len(train_text):,} bytes to train on, {len(held_out_text):,} held out; {WORLD} rank(s) on {device.type}"
-    )
+    sizes = f"{len(train_text):,} bytes to train on, {len(held_out_text):,} held out"
+    say(f"{sizes}; {WORLD} rank(s) on {device.type}")
 
     losses: list[float] = []
     begin = lap = time.perf_counter()

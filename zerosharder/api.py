@@ -175,8 +175,6 @@ def _shard_model(
     install(engine)
     hide_from_compiler()
     accept_full_state_dicts(model, engine)
-    if world.watchdog is not None:
-        world.watchdog.describe = engine.describe
     sharding = Sharding(engine, built, request)
     _live.add(sharding)
     if config.trace:
@@ -212,6 +210,8 @@ def reset(model: nn.Module) -> None:
     state stay.
     """
     _of(model).engine.reset()
+    for param in model.parameters():  # a world of one leaves gradients to torch
+        param.grad = None
 
 
 def register_forward_method(model: nn.Module, name: str) -> None:

@@ -8,6 +8,7 @@ a gradient reaches an output made at some event, everything made after it is thr
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -20,12 +21,15 @@ from zerosharder.engine.bucket import UnitParam
 from zerosharder.engine.state import GradState, Phase, Residency
 from zerosharder.engine.tape import Call, Pass
 from zerosharder.engine.unit import Unit
+from zerosharder.errors import DesyncError
 
 if TYPE_CHECKING:
     from zerosharder.engine.engine import Engine
 
 # Reductions under way at the same time. Each holds the whole gradients of its unit until they are sent.
 MAX_REDUCTIONS = 1
+# Passes whose liveness ranks tell each other; older tapes are rare, and their further passes count as alive.
+MAX_TOLD = 128
 
 
 class BackwardWalk:
@@ -39,6 +43,7 @@ class BackwardWalk:
         self._cursor = 0  # every event at or above it is done
         self._finished: list[Pass] = []
         self._recomputed: set[Unit] = set()
+        self._owed: dict[Unit, None] = {}  # to be reduced when an older pass or the backward is through
         self._reducing: deque[Unit] = deque()
         self._reduced: list[
             Unit
@@ -115,7 +120,7 @@ class BackwardWalk:
         """
         tape = self._engine.tape
         while len(tape.passes) > 1:
-            highest, *alive = self._max([mine, *(int(p.is_alive) for p in tape.passes)])
+            highest, alive = self._exchange(mine)
             by_number = {p.number: p for p in tape.passes}
             tape.keep([p for p, a in zip(tape.passes, alive, strict=True) if a or p in self._finished])
             if highest == mine:
@@ -125,21 +130,29 @@ class BackwardWalk:
     def prune(self) -> None:
         """Drops the passes whose graphs are gone on every rank. All ranks call it at the same length of the tape."""
         tape = self._engine.tape
-        alive = self._max([int(p.is_alive) for p in tape.passes])
+        _, alive = self._exchange(0)
         tape.keep([p for p, a in zip(tape.passes, alive, strict=True) if a])
 
-    def _max(self, values: list[int]) -> list[int]:
-        """The elementwise maximum over all ranks."""
-        runtime = self._engine.runtime
+    def _exchange(self, mine: int) -> tuple[int, list[bool]]:
+        """The highest pass number any rank goes to next, and which passes on the tape are alive on any rank.
+
+        The message has a fixed length: gloo aborts the process when ranks send different ones.
+        """
+        runtime, passes = self._engine.runtime, self._engine.tape.passes
+        alive = [p.is_alive for p in passes]
         if runtime.control_group is None:
-            return values
-        state = torch.tensor(values)
-
-        def exchange() -> None:
-            dist.all_reduce(state, op=dist.ReduceOp.MAX, group=runtime.control_group)
-
-        runtime.guarded("agreement on the passes of a backward", "", exchange)
-        return [int(value) for value in state.tolist()]
+            return mine, alive
+        told = [int(a) for a in alive[:MAX_TOLD]]
+        state = torch.tensor([mine, len(passes), -len(passes), *told, *[0] * (MAX_TOLD - len(told))])
+        reduce = functools.partial(dist.all_reduce, state, op=dist.ReduceOp.MAX, group=runtime.control_group)
+        runtime.guarded("agreement on the passes of a backward", "", reduce)
+        highest, most, least, *somewhere = (int(value) for value in state.tolist())
+        if most != -least:
+            raise DesyncError(
+                f"ranks ran between {-least} and {most} forwards with gradients since the last backward (this one "
+                f"{len(passes)}): every rank must run the same number, or run the others under no_grad"
+            )
+        return highest, [bool(a) for a in somewhere[: len(passes)]] + [True] * (len(passes) - MAX_TOLD)
 
     def _walk(self, position: int) -> None:
         """Does every event from the cursor down to ``position``, which is included."""
@@ -172,15 +185,22 @@ class BackwardWalk:
         """The backward of ``call`` is through."""
         assert self._current is not None
         unit, engine = call.unit, self._engine
-        if self._current.first[unit] is call:
-            used = unit in self._recomputed or unit in self._current.differentiable
-            if used and unit.wants_grad and engine.sync:
+        if self._current.first[unit] is not call:
+            if engine.runtime.config.reshard != "never" and next(self._upcoming(), None) is not unit:
+                engine.free(unit)
+            return
+        used = unit in self._recomputed or unit in self._current.differentiable
+        if used and unit.wants_grad and engine.sync:
+            # A leaf that an older pass used too gets its gradient when that pass is through, from both at once.
+            if any(unit in p.differentiable for p in engine.tape.passes if p.number < self._current.number):
+                self._owed[unit] = None
+            else:
                 self._reduce(unit)
-            engine.free(unit)
-        elif engine.runtime.config.reshard != "never" and next(self._upcoming(), None) is not unit:
+        if not engine.keeps_gathered:
             engine.free(unit)
 
     def _reduce(self, unit: Unit) -> None:
+        self._owed.pop(unit, None)
         unit.start_reduce()
         self._reducing.append(unit)
         while len(self._reducing) > MAX_REDUCTIONS:
@@ -214,7 +234,7 @@ class BackwardWalk:
         for unit in dict.fromkeys((*self._reduced, *self._reducing)):
             self._publish(unit)
         for unit in engine.units:
-            if not (engine.runtime.config.reshard == "never" and not engine.sync):
+            if not engine.keeps_gathered:
                 engine.free(unit)
         engine.tape.keep([p for p in engine.tape.passes if p not in self._finished])
         engine.runtime.counters.backwards += 1
@@ -229,6 +249,7 @@ class BackwardWalk:
         self._cursor = 0
         self._finished = []
         self._recomputed = set()
+        self._owed = {}
         self._reducing.clear()
         self._reduced = []
 

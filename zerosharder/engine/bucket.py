@@ -58,6 +58,12 @@ class UnitParam:
         """Whether a whole, unreduced gradient of this rank is waiting."""
         return self.leaf.grad is not None or self.local_sum is not None
 
+    @property
+    def is_installed_whole(self) -> bool:
+        """Whether the owning modules show the leaf now."""
+        module, attr = (self.owners or self.slow_owners)[0]
+        return dict.__getitem__(module._parameters, attr) is self.leaf
+
     def install(self, param: nn.Parameter) -> None:
         """Makes ``param`` (one of the forms) what the owning modules read."""
         for module, attr in self.owners:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -90,7 +91,8 @@ def sync_buffers(model: nn.Module, runtime: Runtime) -> None:
                 continue
             host = buffer.detach().cpu().contiguous()
             raw = (torch.view_as_real(host) if host.is_complex() else host).reshape(-1).view(torch.uint8)
-            dist.broadcast(raw, group=group, group_src=0)
+            send = functools.partial(dist.broadcast, raw, group=group, group_src=0)
+            runtime.guarded("distribution of the buffers", "", send)
             buffer.copy_(host)
 
 
@@ -101,7 +103,8 @@ def _fill(flat: torch.Tensor, layout: BucketLayout, uses: list[ParamUse], runtim
     if rank != 0:
         assert group is not None
         host = torch.empty(layout.shard_numel, dtype=layout.dtype)
-        group.recv([host.view(torch.uint8)], 0, 0).wait()
+        received = group.recv([host.view(torch.uint8)], 0, 0)
+        runtime.guarded("distribution of the weights", uses[0].name, received.wait)
         flat.copy_(host)
         return
     with torch.no_grad():
@@ -109,8 +112,9 @@ def _fill(flat: torch.Tensor, layout: BucketLayout, uses: list[ParamUse], runtim
         for peer in range(1, group.size() if group is not None else 1):
             assert group is not None
             host = torch.zeros(layout.shard_numel, dtype=layout.dtype)
-            _write_rows(host, layout, uses, peer % runtime.world)
-            group.send([host.view(torch.uint8)], peer, 0).wait()
+            _write_rows(host, layout, uses, runtime.shard_ranks[peer])
+            sent = group.send([host.view(torch.uint8)], peer, 0)
+            runtime.guarded("distribution of the weights", uses[0].name, sent.wait)
 
 
 def _write_rows(flat: torch.Tensor, layout: BucketLayout, uses: list[ParamUse], rank: int) -> None:
@@ -147,10 +151,20 @@ def _unit_param(bucket: Bucket, use: ParamUse, runtime: Runtime) -> UnitParam:
     leaf = nn.Parameter(_placeholder(layout.shape, bucket.compute_dtype, runtime.device), requires_grad=False)
     leaf.requires_grad_(old.requires_grad)
     leaf.__dict__.update(old.__dict__)
+    if sharded is not old:
+        _keep_hooks(old, sharded, leaf)
     param = UnitParam(use, layout, sharded, leaf)
     param.install(sharded)
     use.param = sharded
     return param
+
+
+def _keep_hooks(old: nn.Parameter, sharded: nn.Parameter, leaf: nn.Parameter) -> None:
+    """Hooks on the gradient see it whole, before it is reduced; hooks after accumulation see the sharded parameter."""
+    for hook in (old._backward_hooks or {}).values():
+        leaf.register_hook(hook)
+    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+        sharded.register_post_accumulate_grad_hook(hook)
 
 
 def _placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

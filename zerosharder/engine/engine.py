@@ -71,6 +71,11 @@ class Engine:
         """Whether a wrapped forward is running."""
         return bool(self._frames)
 
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether units stay gathered from one micro batch to the next."""
+        return self.runtime.config.reshard == "never" and not self.sync
+
     def call_of(self, unit: Unit) -> Call | None:
         """The recorded call in which ``unit`` is computing now, if any."""
         return self._calls.get(unit)
@@ -153,6 +158,8 @@ class Engine:
             self.backward.prune()
         self._began = time.perf_counter()
         self.phase = Phase.FORWARD
+        if self.runtime.watchdog is not None:
+            self.runtime.watchdog.describe = self.describe
         self.schedule.start((torch.is_grad_enabled(), units[0].index))
         self._pass = None
         if torch.is_grad_enabled():
@@ -279,7 +286,7 @@ class Engine:
             self.free(unit)
         if not self.tape.passes:
             for unit in self.units:
-                if not (self.runtime.config.reshard == "never" and not self.sync):
+                if not self.keeps_gathered:
                     self.free(unit)
 
     # ---- the user's commands
@@ -335,6 +342,7 @@ class Engine:
         """Where this rank is, for the watchdog."""
         last = [f"{event.kind} {event.unit or '(root)'}" for event in self.runtime.log.tail(4)]
         return {
+            "waiting": self.runtime.waiting,
             "phase": f"{self.model_name}: {self.phase.value}, pass {self.runtime.counters.passes}",
             "order": self.schedule.describe(),
             "last": ", ".join(last) or "nothing",

@@ -33,6 +33,7 @@ class World:
     replicate: dist.ProcessGroup | None
     control: dist.ProcessGroup | None
     watchdog: Watchdog | None
+    shard_ranks: tuple[int, ...] = (0,)  # for each rank of the control group: which rows it holds
 
     @property
     def is_one(self) -> bool:
@@ -60,7 +61,8 @@ class World:
             replicate_group=self.replicate,
             control_group=self.control,
             number=next(_numbers),
-            explain=self.watchdog.explain if self.watchdog is not None else None,
+            shard_ranks=self.shard_ranks,
+            watchdog=self.watchdog,
         )
 
 
@@ -80,6 +82,8 @@ def join_world(config: Config, mesh: DeviceMesh | None) -> World:
     environment = None if dist.is_initialized() else distributed_env()
     if environment is not None:
         with_cuda = torch.cuda.is_available()
+        if with_cuda:
+            torch.cuda.set_device(environment.local_rank)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if with_cuda else "gloo",
             timeout=timedelta(seconds=config.timeout),
@@ -129,8 +133,15 @@ def _make_world(config: Config, mesh: DeviceMesh, device: torch.device) -> World
     control = group(sorted(ranks.flatten().tolist()), "gloo")
     shard = (group(shard_ranks), group(shard_ranks)) if len(shard_ranks) > 1 else None
     replicate = group(replicas) if len(replicas) > 1 else None
-    store = dist.PrefixStore(f"zerosharder/{len(_worlds)}", dist.distributed_c10d._get_default_store())
-    return World(device, mesh, shard, replicate, control, Watchdog(store, control.rank(), control.size()))
+    members = sorted(ranks.flatten().tolist())
+    columns = {int(member): index % ranks.shape[1] for index, member in enumerate(ranks.flatten().tolist())}
+    # The name must be this mesh's on all of its ranks, and on no other's.
+    name = f"zerosharder/{'-'.join(map(str, ranks.flatten().tolist()))}/{config.timeout}"
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    watchdog = Watchdog(store, dist.get_rank(), members)
+    return World(
+        device, mesh, shard, replicate, control, watchdog, tuple(columns[member] for member in members)
+    )
 
 
 def _local_device() -> torch.device:

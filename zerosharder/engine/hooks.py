@@ -76,6 +76,8 @@ def accept_full_state_dicts(model: nn.Module, engine: Engine) -> None:
 
     def cut(_: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name, (bucket, param) in names.items():
+            if param.is_installed_whole:  # inside full_params
+                continue
             value = state_dict.get(prefix + name)
             if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
                 continue

@@ -15,6 +15,7 @@ from zerosharder.config import Config
 from zerosharder.engine.collectives import TAGS_PER_UNIT, Collectives
 from zerosharder.engine.slots import SlotPool
 from zerosharder.engine.streams import Lane, mark_compute
+from zerosharder.engine.watchdog import Watchdog
 from zerosharder.observe.counters import Counters
 from zerosharder.observe.events import EventLog
 
@@ -36,15 +37,16 @@ class Runtime:
     pool: SlotPool
     replicate_group: dist.ProcessGroup | None = None  # HSDP: the ranks that hold the same rows
     control_group: dist.ProcessGroup | None = None  # agreements; always on the CPU
+    shard_ranks: tuple[int, ...] = (0,)  # for each rank of the control group: which rows it holds
     number: int = 0  # of the model in this process, the same on every rank
+    watchdog: Watchdog | None = None
+    waiting: str = ""  # the operation that has to do with other ranks and is not through, if any
     # On CUDA: behind the last write to the shards; gathers wait for it, and for nothing that was computed since.
     shards_ready: torch.cuda.Event | None = None
     gather_lane: Lane = field(init=False)
     reduce_lane: Lane = field(init=False)
     counters: Counters = field(default_factory=Counters)
     log: EventLog = field(default_factory=EventLog)
-    # Turns a failed wait into the exception that names the culprit; set by the watchdog.
-    explain: Callable[[str, str, RuntimeError], Exception] | None = None
 
     def __post_init__(self) -> None:
         self.gather_lane = Lane(self.device)
@@ -72,9 +74,10 @@ class Runtime:
         return wanted
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype a gradient of ``dtype`` is sent in: never wider than it is, narrower if the setting says so."""
+        """The dtype a gradient of ``dtype`` is sent in: as it is, or narrower if the setting says so."""
         wanted = DTYPES[self.config.reduce_dtype]
-        return wanted if wanted.itemsize < dtype.itemsize else dtype
+        narrower = dtype.is_floating_point and wanted.itemsize < dtype.itemsize
+        return wanted if narrower and self.config.reduce_dtype != "fp32" else dtype
 
     def tag(self, unit: int, part: int = 0) -> int:
         """Message tag of a unit's operation, apart from those of every other unit and model."""
@@ -82,9 +85,14 @@ class Runtime:
 
     def guarded(self, what: str, unit: str, operation: Callable[[], T]) -> T:
         """Runs ``operation``; a transport error comes out as the exception that names who was missing."""
+        self.waiting = (
+            f"{what} of unit {unit or '(root)'!r}" if unit or what in ("gather", "reduce") else what
+        )
         try:
-            return operation()
+            result = operation()
         except RuntimeError as error:
-            if self.explain is None:
+            if self.watchdog is None:
                 raise
-            raise self.explain(what, unit, error) from error
+            raise self.watchdog.explain(self.waiting, error) from error
+        self.waiting = ""
+        return result

@@ -66,8 +66,8 @@ class SlotPool:
         self.device = device
         self._free: list[Slot] = []
         self.nbytes = 0  # of all slots that exist
+        self.peak = 0  # highest value of nbytes
         self.in_use = 0  # of the slots that are handed out
-        self.peak = 0  # highest value of in_use
 
     def acquire(self, nbytes: int) -> Slot:
         """A slot of at least ``nbytes``: the smallest free one that fits, else a new one."""
@@ -80,10 +80,10 @@ class SlotPool:
         if best is None:
             best = Slot(nbytes, self.device)
             self.nbytes += best.nbytes
+            self.peak = max(self.peak, self.nbytes)
         else:
             self._free.remove(best)
         self.in_use += best.nbytes
-        self.peak = max(self.peak, self.in_use)
         return best
 
     def release(self, slot: Slot) -> None:

@@ -165,7 +165,8 @@ class Unit:
         return found
 
     def _shard_version(self) -> int:
-        return sum(bucket.flat._version for bucket in self.buckets)
+        # An in-place operation on a DTensor counts on the DTensor, one on the flat shard counts there.
+        return sum(b.flat._version + sum(p.sharded._version for p in b.params) for b in self.buckets)
 
     # ---- forward
 

@@ -28,24 +28,21 @@ LISTEN = timedelta(hours=12)
 class Watchdog:
     """Answers for this rank, and explains a failed wait with everybody's answers."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, ranks: list[int]) -> None:
         self._store = store
         self._rank = rank
-        self._world = world
-        # Says where the engine at work is; set by whichever engine of this rank starts a pass.
+        self._ranks = ranks  # of the job, not of a group
+        # Says where the engine at work is; set by whichever engine of this rank started the last pass.
         self.describe: Callable[[], dict[str, str]] = _nothing_yet
         self._main = threading.get_ident()
-        self._waiting = ""
         # A connection of its own, since waiting on one blocks it.
         listener = store.clone()  # type: ignore[attr-defined]
         threading.Thread(
             target=self._listen, args=(listener,), name="zerosharder-watchdog", daemon=True
         ).start()
 
-    def explain(self, what: str, unit: str, error: RuntimeError) -> Exception:
-        """The exception for a wait that failed with ``error``; names the ranks that were elsewhere."""
-        mine = f"{what} of unit {unit or '(root)'!r}" if unit or what in ("gather", "reduce") else what
-        self._waiting = mine
+    def explain(self, mine: str, error: RuntimeError) -> Exception:
+        """The exception for this rank's wait ``mine``, which failed with ``error``; names who was elsewhere."""
         try:
             self._store.set(f"answer/{self._rank}", json.dumps(self._answer()))
             self._store.set("alarm", str(self._rank))
@@ -81,7 +78,7 @@ class Watchdog:
     def _collect(self) -> dict[int, dict[str, str] | None]:
         deadline = time.monotonic() + ANSWER_SECONDS
         answers: dict[int, dict[str, str] | None] = {}
-        for rank in range(self._world):
+        for rank in self._ranks:
             key = f"answer/{rank}"
             left = max(0.05, deadline - time.monotonic())
             try:
@@ -105,11 +102,11 @@ class Watchdog:
     def _answer(self) -> dict[str, str]:
         frame = sys._current_frames().get(self._main)
         stack = "".join(traceback.format_stack(frame, limit=6)).rstrip() if frame else ""
-        return {"waiting": self._waiting, "stack": stack, **self.describe()}
+        return {"stack": stack, **self.describe()}
 
 
 def _nothing_yet() -> dict[str, str]:
-    return {"phase": "no model sharded yet", "order": "", "last": ""}
+    return {"waiting": "", "phase": "no pass yet", "order": "", "last": "nothing"}
 
 
 def _short(error: BaseException) -> str:

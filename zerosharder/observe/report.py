@@ -28,7 +28,7 @@ def snapshot(model: nn.Module, engine: Engine) -> Stats:
         gradients = sum(_nbytes(p.grad) for p in model.parameters() if p.grad is not None)
         parameters = sum(p.numel() for p in model.parameters())
     current = {"shards": shards, "gradients": gradients, "gathered": runtime.pool.in_use}
-    peak = {"shards": shards, "gradients": gradients, "gathered": runtime.pool.nbytes}
+    peak = {"shards": shards, "gradients": gradients, "gathered": runtime.pool.peak}
     return Stats(
         rank=dist.get_rank() if dist.is_initialized() else 0,
         world=runtime.world,
