@@ -118,7 +118,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--size", default="3m", choices=list(_lm.SIZES), help="parameters, about (default %(default)s)"
     )
-    parser.add_argument("--steps", type=int, default=800, help="optimizer steps (%(default)s)")
+    parser.add_argument("--steps", type=int, default=900, help="optimizer steps (%(default)s)")
     parser.add_argument(
         "--batch", type=int, default=4, help="sequences per step over all ranks (%(default)s)"
     )

@@ -244,7 +244,9 @@ class Reference:
         somewhere = torch.tensor([grad is not None for grad in found]).int()
         if dist.is_initialized():
             dist.all_reduce(somewhere)
-        pairs = zip(self.model.parameters(), self.masters.parameters(), found, somewhere.tolist(), strict=True)
+        pairs = zip(
+            self.model.parameters(), self.masters.parameters(), found, somewhere.tolist(), strict=True
+        )
         for param, master, grad, count in pairs:
             if not count:
                 continue  # no rank has one

@@ -123,9 +123,7 @@ class Experts(nn.Module):
         out = torch.zeros_like(x)
         for number in chosen.unique().tolist():
             rows = chosen == number
-            out = out.index_add(
-                0, rows.nonzero()[:, 0], self.experts[number](x[rows]) * weights[rows, None]
-            )
+            out = out.index_add(0, rows.nonzero()[:, 0], self.experts[number](x[rows]) * weights[rows, None])
         return x + out
 
 

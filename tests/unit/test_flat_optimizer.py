@@ -80,7 +80,12 @@ class Model(nn.Module):
         self.sometimes = nn.Parameter(torch.randn(8))
 
     def forward(self, x: Tensor, extra: bool = False) -> Tensor:
-        h = self.norm(self.down(torch.tanh(self.up(x)))) * self.scale + self.row + self.frozen.sum() + self.empty.sum()
+        h = (
+            self.norm(self.down(torch.tanh(self.up(x)))) * self.scale
+            + self.row
+            + self.frozen.sum()
+            + self.empty.sum()
+        )
         return h * self.sometimes if extra else h
 
 
@@ -124,11 +129,16 @@ def _rows(whole: Tensor, like: Tensor) -> Tensor:
 class Twins:
     """A sharded model with its optimizer, and whole parameters with torch's own."""
 
-    def __init__(self, make: Callable[..., Optimizer], world: int, grouped: bool = False, late: bool = False) -> None:
+    def __init__(
+        self, make: Callable[..., Optimizer], world: int, grouped: bool = False, late: bool = False
+    ) -> None:
         self.world = world
         self.model = Model()
         names = [name for name, _ in self.model.named_parameters()]
-        self.whole = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in self.model.named_parameters()}
+        self.whole = {
+            name: nn.Parameter(p.detach().clone(), p.requires_grad)
+            for name, p in self.model.named_parameters()
+        }
         config = zs.Config(param_dtype="bf16") if world == 1 else None
         arrange = _groups if grouped else list
         if late:
@@ -165,9 +175,14 @@ class Twins:
             assert mine.keys() == theirs.keys(), (name, mine.keys(), theirs.keys())
             for key, value in theirs.items():
                 if value is not None:
-                    found[f"{key} of {name}"], expected[f"{key} of {name}"] = local_of(mine[key]), _rows(value, mine[key])
+                    found[f"{key} of {name}"], expected[f"{key} of {name}"] = (
+                        local_of(mine[key]),
+                        _rows(value, mine[key]),
+                    )
         assert_same(found, expected, **bound)
-        assert not [k for k in self.optimizer.state if not any(k is p for p in self.model.parameters())], "foreign keys"
+        assert not [k for k in self.optimizer.state if not any(k is p for p in self.model.parameters())], (
+            "foreign keys"
+        )
 
 
 def _bound(name: str) -> dict[str, float]:
@@ -383,7 +398,9 @@ def test_an_optimizer_that_has_stepped_before_shard(name: str, world: int) -> No
         whole[n].grad = None if p.grad is None else _whole(p.grad).clone()
     optimizer.step()
     reference.step()
-    assert_same({n: _whole(p) for n, p in model.named_parameters()}, {n: p.detach() for n, p in whole.items()})
+    assert_same(
+        {n: _whole(p) for n, p in model.named_parameters()}, {n: p.detach() for n, p in whole.items()}
+    )
 
 
 @distributed(world=2)
@@ -421,7 +438,9 @@ def _scheduled(twins: Twins, scheduler: Any, other: Any) -> None:
         twins.assert_equal()
         scheduler.step()
         other.step()
-        assert scheduler.get_last_lr() == other.get_last_lr() == [g["lr"] for g in twins.optimizer.param_groups]
+        assert (
+            scheduler.get_last_lr() == other.get_last_lr() == [g["lr"] for g in twins.optimizer.param_groups]
+        )
 
 
 def _schedule(optimizer: Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
@@ -513,7 +532,10 @@ def test_hooks_and_closures():
 def test_a_group_added_later():
     twins = Twins(lambda params: torch.optim.AdamW(list(params)[:4], lr=1e-2), 1)
     twins.step(0)
-    for optimizer, params in ((twins.optimizer, twins.model.parameters()), (twins.reference, twins.whole.values())):
+    for optimizer, params in (
+        (twins.optimizer, twins.model.parameters()),
+        (twins.reference, twins.whole.values()),
+    ):
         optimizer.add_param_group({"params": list(params)[4:], "lr": 0.1})
     for step in (1, 2):
         twins.step(step)
@@ -570,7 +592,9 @@ def test_one_optimizer_over_two_models_and_a_plain_tensor(world: int) -> None:
     torch.manual_seed(0)
     models = [nn.Linear(9, 5), nn.Linear(5, 3)]
     extra = nn.Parameter(torch.ones(4))
-    whole = [nn.Parameter(p.detach().clone()) for p in [*models[0].parameters(), *models[1].parameters(), extra]]
+    whole = [
+        nn.Parameter(p.detach().clone()) for p in [*models[0].parameters(), *models[1].parameters(), extra]
+    ]
     zs.shard(models[0])
     zs.shard(models[1])
     params = [*models[0].parameters(), *models[1].parameters(), extra]

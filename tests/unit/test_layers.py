@@ -104,7 +104,9 @@ def test_imports_point_down(path):
     assert mine in LAYERS, f"{path}: a layer nobody placed"
     for name in _edges(path):
         other = _layer(name)
-        assert other == mine or LAYERS.index(other) > LAYERS.index(mine), f"{_name(path)} imports {name}, which is above it"
+        assert other == mine or LAYERS.index(other) > LAYERS.index(mine), (
+            f"{_name(path)} imports {name}, which is above it"
+        )
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)

@@ -124,7 +124,9 @@ def test_an_exchange_by_these_offsets_gives_back_the_parameters(seed, world):
         full[at : at + layout.pack_numel] = flat[layout.pack_shard_offset :]
     for p in layout.params:
         for rank in range(world) if not p.direct else ():
-            source = layout.pack_full_offset + rank * layout.pack_numel + p.shard_offset - layout.pack_shard_offset
+            source = (
+                layout.pack_full_offset + rank * layout.pack_numel + p.shard_offset - layout.pack_shard_offset
+            )
             at = p.full_offset + p.start_of(rank)
             full[at : at + p.valid[rank]] = full[source : source + p.valid[rank]]
         found = full[p.full_offset : p.full_offset + p.numel].view(p.shape)

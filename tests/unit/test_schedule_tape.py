@@ -48,7 +48,9 @@ def test_the_second_pass_knows_what_comes():
     assert schedule.finish()
 
 
-@pytest.mark.parametrize("order, at", [([A, C], 1), ([B], 0), ([A, B, C, A], 3)], ids=["other", "first", "longer"])
+@pytest.mark.parametrize(
+    "order, at", [([A, C], 1), ([B], 0), ([A, B, C, A], 3)], ids=["other", "first", "longer"]
+)
 def test_a_deviation_is_noticed_where_it_is_and_the_new_order_recorded(order, at):
     schedule = Schedule()
     _run(schedule, [A, B, C])

@@ -106,7 +106,9 @@ class UNet(nn.Module):
 def _plans(model: nn.Module, units: object = None) -> dict[str, UnitPlan]:
     uses = find_params(model)
     plans = select_units(model, uses, units)  # type: ignore[arg-type]
-    assert sorted(id(use) for plan in plans for use in plan.params) == sorted(map(id, uses)), "each exactly once"
+    assert sorted(id(use) for plan in plans for use in plan.params) == sorted(map(id, uses)), (
+        "each exactly once"
+    )
     assert plans[0].name == "" and plans[0].entries == [model], "the root comes first"
     assert all(plan.params for plan in plans[1:])
     return {plan.name: plan for plan in plans}
@@ -165,17 +167,27 @@ def test_two_weights_tied_between_the_same_modules_are_one_unit():
 
     model = Pair()
     plans = _plans(model)
-    assert _params(plans["a.weight"]) == ["a.weight", "a.other"] and plans["a.weight"].entries == [model.a, model.b]
+    assert _params(plans["a.weight"]) == ["a.weight", "a.other"] and plans["a.weight"].entries == [
+        model.a,
+        model.b,
+    ]
 
 
 def test_encoder_decoder():
     model = T5()
     plans = _plans(model)
-    names = ["", "shared", *(f"{side}.block.{i}" for side in ("encoder", "decoder") for i in range(2)), "head"]
+    names = [
+        "",
+        "shared",
+        *(f"{side}.block.{i}" for side in ("encoder", "decoder") for i in range(2)),
+        "head",
+    ]
     assert sorted(plans) == sorted(names)
     # One module under three names: no tie across units, the module itself is the entry.
     assert plans["shared"].entries == [model.shared] and plans["shared"].reason == "large leftover"
-    assert set(_params(plans[""])) == {f"{side}.final.{x}" for side in ("encoder", "decoder") for x in ("weight", "bias")}
+    assert set(_params(plans[""])) == {
+        f"{side}.final.{x}" for side in ("encoder", "decoder") for x in ("weight", "bias")
+    }
 
 
 def test_mixture_of_experts_is_gathered_by_layer():
@@ -261,7 +273,11 @@ def test_find_params_knows_every_owner():
 def test_a_description_names_each_kind_with_its_reason():
     text = describe(list(_plans(GPT()).values()))
     assert "4 x Block (0.13 M parameters): repeated block [h.0 and 3 more]" in text
-    assert "1 x GPT" in text and "(root)" in text and "1 x Embedding (0.52 M parameters): large leftover [wte]" in text
+    assert (
+        "1 x GPT" in text
+        and "(root)" in text
+        and "1 x Embedding (0.52 M parameters): large leftover [wte]" in text
+    )
 
 
 # -- chosen by the user
@@ -368,7 +384,9 @@ def test_a_wrapped_model():
         pass
 
     for wrapper in (FullyShardedDataParallel(), nn.Sequential(FullyShardedDataParallel(), nn.Linear(2, 2))):
-        with pytest.raises(ShardError, match="already wrapped by FullyShardedDataParallel; shard the module inside"):
+        with pytest.raises(
+            ShardError, match="already wrapped by FullyShardedDataParallel; shard the module inside"
+        ):
             _check(wrapper)
 
 

@@ -44,7 +44,9 @@ def test_slots_start_on_a_page(pool):
         assert pool.acquire(nbytes).tensor.data_ptr() % GRANULE == 0
 
 
-@pytest.mark.parametrize("share, reused", [(1.0, True), (1 / MAX_OVERSIZE, True), (0.79, False), (1.01, False)])
+@pytest.mark.parametrize(
+    "share, reused", [(1.0, True), (1 / MAX_OVERSIZE, True), (0.79, False), (1.01, False)]
+)
 def test_a_slot_serves_only_units_of_about_its_size(pool, share, reused):
     big = pool.acquire(100 * GRANULE)
     pool.release(big)

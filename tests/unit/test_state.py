@@ -109,7 +109,9 @@ def test_out_of_order(state, method):
     in_use = unit.runtime.pool.in_use
     with pytest.raises(StateError, match=state.value):
         getattr(unit, method)()
-    assert unit.residency is state and unit.runtime.pool.in_use == in_use, "a refused call must change nothing"
+    assert unit.residency is state and unit.runtime.pool.in_use == in_use, (
+        "a refused call must change nothing"
+    )
 
 
 def test_reductions_out_of_order():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -44,10 +43,10 @@ class BackwardWalk:
         self._finished: list[Pass] = []
         self._recomputed: set[Unit] = set()
         self._owed: dict[Unit, None] = {}  # to be reduced when an older pass or the backward is through
-        self._reducing: deque[Unit] = deque()
-        self._reduced: list[
-            Unit
-        ] = []  # their means are there; published at the end, which on CUDA costs a sync
+        self._reducing: dict[Unit, None] = {}  # messages under way, oldest first
+        self._reduced: dict[
+            Unit, None
+        ] = {}  # means are there; published at the end, which on CUDA costs a sync
 
     # ---- what autograd tells
 
@@ -201,17 +200,21 @@ class BackwardWalk:
 
     def _reduce(self, unit: Unit) -> None:
         self._owed.pop(unit, None)
+        if unit.grad_state is GradState.REDUCING:  # recomputed by a second checkpoint of the same backward
+            self._publish(unit)
         unit.start_reduce()
-        self._reducing.append(unit)
+        self._reducing[unit] = None
         while len(self._reducing) > MAX_REDUCTIONS:
-            waited = self._reducing.popleft()
-            waited.wait_reduce()
-            if waited.holds_staging:
-                self._publish(waited)
+            oldest = next(iter(self._reducing))
+            oldest.wait_reduce()
+            if oldest.holds_staging:
+                self._publish(oldest)
             else:
-                self._reduced.append(waited)
+                self._reduced[oldest] = self._reducing.pop(oldest)
 
     def _publish(self, unit: Unit) -> None:
+        self._reducing.pop(unit, None)
+        self._reduced.pop(unit, None)
         for param in unit.finish_reduce():
             _run_user_hooks(param)
 
@@ -231,7 +234,7 @@ class BackwardWalk:
                     self._reduce(unit)
             else:
                 unit.keep_local()
-        for unit in dict.fromkeys((*self._reduced, *self._reducing)):
+        for unit in (*self._reduced, *self._reducing):
             self._publish(unit)
         for unit in engine.units:
             if not engine.keeps_gathered:
@@ -250,8 +253,8 @@ class BackwardWalk:
         self._finished = []
         self._recomputed = set()
         self._owed = {}
-        self._reducing.clear()
-        self._reduced = []
+        self._reducing = {}
+        self._reduced = {}
 
 
 def _run_user_hooks(param: UnitParam) -> None:

@@ -206,8 +206,6 @@ class Unit:
         """Issues the mean over ranks of every gradient of this unit; zeros stand for missing ones."""
         begin = time.perf_counter()
         runtime = self.runtime
-        if self.grad_state is GradState.REDUCING:  # a second pass of the same backward
-            self.finish_reduce()
         self.grad_state = check_grad(self.name, self.grad_state, GradState.REDUCING)
         nbytes = 0
         with runtime.reduce_lane.run(mark_compute(runtime.device)):
