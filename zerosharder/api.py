@@ -24,11 +24,11 @@ from zerosharder.engine.groups import World, join_world
 from zerosharder.engine.hooks import accept_full_state_dicts, install, wrap_method
 from zerosharder.engine.materialize import has_meta, materialize_buffers
 from zerosharder.engine.runtime import Runtime
+from zerosharder.engine.stats import snapshot
 from zerosharder.errors import DesyncError, ShardError, StateError
 from zerosharder.observe.counters import Stats
 from zerosharder.observe.events import write_trace
 from zerosharder.observe.log import configure, log
-from zerosharder.observe.report import snapshot
 from zerosharder.offload.memory import return_free_memory
 from zerosharder.optim.adopt import Adoption
 from zerosharder.partition.select import (
@@ -53,7 +53,8 @@ class Sharding:
 
     def __init__(self, engine: Engine, built: Built, request: str) -> None:
         self.engine = engine
-        self.adoption = Adoption(built.replaced, [bucket for unit in engine.units for bucket in unit.buckets])
+        owned = [(bucket, p) for unit in engine.units for bucket in unit.buckets for p in bucket.params]
+        self.adoption = Adoption(built.replaced, owned)
         self.request = request  # settings and units; a second shard() with others is an error
 
 

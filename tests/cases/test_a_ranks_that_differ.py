@@ -175,7 +175,7 @@ def test_a1_outputs_that_only_one_rank_uses() -> None:
         return sum(out.square().mean() for out in used)
 
     model = _equal_to_reference(build, loss_of, steps=4)
-    assert zs.stats(model).units == 4
+    assert zs.stats(model).units == 6, "two layers, three heads, the root"
 
 
 @distributed(world=2)
@@ -308,7 +308,8 @@ def test_a5_layer_drop_in_one_unit() -> None:
     def loss_of(model: nn.Module, step: int) -> Tensor:
         return model(tiny.features(step), _kept(step, dist.get_rank())).square().mean()
 
-    _equal_to_reference(_dropping, loss_of, steps=20, units=["blocks"])
+    # The blocks are left to the root, which runs even where a rank drops all of them.
+    _equal_to_reference(_dropping, loss_of, steps=20, units=["head"])
 
 
 @distributed(world=2)

@@ -121,7 +121,8 @@ def test_k1_with_an_optimizer(name: str) -> None:
             p.grad = g.clone()
         optimizer.step()
         reference.step()
-    bound = {"rtol": 1e-2} if name == "fused" else {}  # one ulp of bf16
+    # torch's own bf16 kernels round the ends of a tensor that fill no vector differently: one ulp of bf16.
+    bound = {"rtol": 8e-3} if name in ("fused", "sgd") else {}
     assert_same(full_params(model), {n: p.detach() for n, p in plain.named_parameters()}, **bound)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         mine, theirs = optimizer.state[p], reference.state[q]
@@ -191,32 +192,30 @@ def test_k1_complex_parameters_keep_their_imaginary_part() -> None:
 
 
 class Blur(nn.Module):
-    """A convolution with a trained and with a fixed kernel, and batch norm with its statistics."""
+    """A convolution with a trained and one with a fixed kernel."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(2, 2, 3, padding=1)
-        self.norm = nn.BatchNorm2d(2)
         self.register_buffer("kernel", torch.full((2, 1, 3, 3), 1 / 9))
         self.register_buffer("count", torch.tensor(3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.conv(x))
-        return nn.functional.conv2d(x, self.kernel.to(x.dtype), groups=2, padding=1)
+    def forward(self, x: Tensor, cast: bool = True) -> Tensor:
+        x = self.conv(x)
+        return nn.functional.conv2d(x, self.kernel.to(x.dtype) if cast else self.kernel, groups=2, padding=1)
 
 
 @distributed(world=2)
 def test_k2_buffers_are_left_alone() -> None:
     model = _build(Blur)
-    before = copy.deepcopy(dict(model.named_buffers()))
+    before = dict(model.named_buffers())
+    values = copy.deepcopy(before)
     zs.shard(model, config=zs.Config(param_dtype="bf16"))
-    assert_same(dict(model.named_buffers()), before)
     out = model(torch.randn(2, 2, 4, 4))
     assert out.dtype is torch.bfloat16
     out.float().sum().backward()
-    assert model.kernel.dtype is torch.float32 and model.norm.running_mean.dtype is torch.float32
-    assert_same(model.kernel, before["kernel"])
-    assert model.norm.running_mean.abs().max() > 0 and model.norm.num_batches_tracked.item() == 1
+    assert all(after is before[name] for name, after in model.named_buffers())
+    assert_same(dict(model.named_buffers()), values)
     assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
 
 
@@ -225,19 +224,21 @@ def test_k2_a_buffer_of_another_dtype_fails_as_in_torch_and_the_next_step_works(
     model = _build(Blur)
     zs.shard(model, config=zs.Config(param_dtype="bf16"))
     x = torch.randn(2, 2, 4, 4)
-    wrong = nn.functional.conv2d
-
-    def no_cast(x: Tensor, kernel: Tensor, *args, **kwargs) -> Tensor:
-        return wrong(x, model.kernel, *args, **kwargs)
-
-    nn.functional.conv2d = no_cast
-    try:
-        with pytest.raises(RuntimeError, match="dtype|type"):
-            model(x)
-    finally:
-        nn.functional.conv2d = wrong
+    with pytest.raises(RuntimeError, match="type"):
+        model(x, cast=False)
     model(x).float().sum().backward()
     assert zs.stats(model).current_bytes["host"]["gathered"] == 0
+
+
+@distributed(world=2)
+def test_k2_batch_norm() -> None:
+    """Its statistics are fp32 buffers; torch takes no bf16 weights beside them."""
+    model = _build(lambda: nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)))
+    zs.shard(model, config=zs.Config(param_dtype="bf16"))
+    model(torch.randn(2, 2, 4, 4)).float().pow(2).sum().backward()
+    assert model[1].running_mean.dtype is torch.float32 and model[1].running_mean.abs().max() > 0
+    assert model[1].num_batches_tracked.item() == 1
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
 
 
 # -- K4: parameters that are 16-bit already --

@@ -827,6 +827,24 @@ def test_one_reduction_for_each_unit_in_a_backward(checkpoint: str | None) -> No
     assert kinds == [("reduce", "blocks.0"), ("reduce", "")] * 3
 
 
+@pytest.mark.parametrize("checkpoint", [None, "plain", "reentrant"])
+@distributed(world=2)
+def test_backward_frees_in_time(checkpoint: str | None) -> None:
+    """From the log: in the backward of a block nothing but that block and the root is gathered."""
+    model = gpt(depth=5, checkpoint=checkpoint)
+    optimizer = adamw(model)
+    zs.shard(model, optimizer, config=zs.Config(prefetch=0, reshard="always"))
+    train(model, optimizer, 3)
+    gathered: set[str] = set()
+    for event in _engine(model).runtime.log:
+        if event.kind == "gather":
+            gathered.add(event.unit)
+            assert len(gathered - {""}) <= 1, gathered
+        elif event.kind == "free":
+            gathered.remove(event.unit)
+    assert not gathered
+
+
 @pytest.mark.parametrize("reshard", ["auto", "always", "never"])
 @pytest.mark.parametrize("checkpoint", [None, "plain", "reentrant"])
 @distributed(world=(2, 3))

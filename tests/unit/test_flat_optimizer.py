@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zerosharder as zs
-from zerosharder.engine.bucket import local_of
 from zerosharder.optim.flat import BLOCK
+from zerosharder.partition.placement import local_of
 
 Optimizer = torch.optim.Optimizer
 STEPS = 4

@@ -15,7 +15,7 @@ ROOT = Path(zs.__file__).resolve().parent
 REPOSITORY = ROOT.parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-# From the top down. `optim` stands above `engine`, because a step over flat shards needs to know what a bucket is.
+# From the top down.
 LAYERS = (
     "__main__",
     "cli",
@@ -24,8 +24,8 @@ LAYERS = (
     "integrations",
     "checkpoint",
     "planner",
-    "optim",
     "engine",
+    "optim",
     "offload",
     "partition",
     "observe",

@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 from zerosharder.engine.collectives import GatherPart, ReducePart
 from zerosharder.engine.runtime import Runtime
 from zerosharder.engine.slots import Slot
-from zerosharder.offload.memory import host_buffer
+from zerosharder.offload.memory import flat_buffer
 from zerosharder.partition.layout import BucketLayout, ParamLayout
+from zerosharder.partition.placement import local_of
 from zerosharder.partition.select import ParamUse
 
 
@@ -139,23 +140,23 @@ class Bucket:
         assert self._grad is not None
         return self._grad[: self.layout.shard_numel]
 
-    def holds_grad(self, param: UnitParam, grad: torch.Tensor) -> bool:
-        """Whether ``grad`` lies in the flat gradient where that of ``param`` belongs."""
+    def holds_grad(self, layout: ParamLayout, grad: torch.Tensor) -> bool:
+        """Whether ``grad`` lies in the flat gradient where this parameter's belongs."""
         if self._grad is None:
             return False
         local = local_of(grad)
-        at = self._grad.data_ptr() + param.layout.shard_offset * self._grad.element_size()
+        at = self._grad.data_ptr() + layout.shard_offset * self._grad.element_size()
         return not local.numel() or (local.data_ptr() == at and local.dtype == self._grad.dtype)
 
-    def take_grad(self, param: UnitParam, grad: torch.Tensor) -> None:
+    def take_grad(self, layout: ParamLayout, grad: torch.Tensor) -> None:
         """Copies a gradient that the user assigned to where the step over the flat shard reads it."""
         if self._grad is None:
             self._make_grads(self.layout.shard_numel + len(self.params))
-        local_of(self.as_sharded(self.flat_grad, param.layout)).copy_(local_of(grad))
+        local_of(self.as_sharded(self.flat_grad, layout)).copy_(local_of(grad))
 
-    def position(self, param: UnitParam) -> int:
-        """How many parameters lie before ``param`` in the flat shard."""
-        return self._positions[param.name]
+    def position(self, layout: ParamLayout) -> int:
+        """How many parameters lie before this one in the flat shard."""
+        return self._positions[layout.name]
 
     @property
     def grad_nbytes(self) -> int:
@@ -358,7 +359,10 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
     torch gives a DTensor the storage offset of its local tensor, and takes one with an offset for a tensor that has
     memory itself: deepcopy and torch.save of it would fail. It also makes torch.save write these bytes only.
     """
-    if not view.numel() or not view.storage_offset():
+    if not view.storage_offset():
+        return view
+    if not view.numel():
+        view.data = view.new_empty(view.shape)
         return view
     raw = view.reshape(-1).view(torch.uint8)
     if view.device.type == "cpu":
@@ -375,15 +379,3 @@ class _CudaBytes:
     def __init__(self, raw: torch.Tensor) -> None:
         self.raw = raw
         self.__cuda_array_interface__ = raw.__cuda_array_interface__
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor this rank holds of a DTensor, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def flat_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeroed, page-aligned 1-D buffer of ``numel`` elements (at least one is allocated)."""
-    if device.type == "cpu":
-        return host_buffer(max(1, numel) * dtype.itemsize).view(dtype)[:numel]
-    return torch.zeros(numel, dtype=dtype, device=device)

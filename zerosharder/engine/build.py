@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerosharder.engine.bucket import Bucket, UnitParam, flat_buffer
+from zerosharder.engine.bucket import Bucket, UnitParam
 from zerosharder.engine.materialize import materialize_params
 from zerosharder.engine.runtime import Runtime
 from zerosharder.engine.unit import Unit
+from zerosharder.offload.memory import flat_buffer
 from zerosharder.partition.layout import BucketLayout, unit_layout
 from zerosharder.partition.select import ParamUse, UnitPlan
 

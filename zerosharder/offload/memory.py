@@ -14,7 +14,7 @@ try:
 except ImportError:  # no compiler at install time, see `python -m zerosharder doctor`
     _C = None  # type: ignore[assignment]
 
-__all__ = ["HUGE_PAGE_BYTES", "extension_present", "host_buffer", "return_free_memory"]
+__all__ = ["HUGE_PAGE_BYTES", "extension_present", "flat_buffer", "host_buffer", "return_free_memory"]
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
@@ -49,6 +49,13 @@ def host_buffer(nbytes: int, *, populate: bool = False) -> torch.Tensor:
     buffer = _C.Buffer(nbytes, huge=nbytes >= HUGE_PAGE_BYTES, populate=populate)
     # frombuffer makes the storage hold a reference to the buffer object.
     return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def flat_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeroed, page-aligned 1-D buffer of ``numel`` elements (at least one is allocated)."""
+    if device.type == "cpu":
+        return host_buffer(max(1, numel) * dtype.itemsize).view(dtype)[:numel]
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def return_free_memory() -> None:

@@ -14,21 +14,23 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zerosharder.engine.bucket import Bucket, UnitParam
 from zerosharder.errors import OptimizerError
 from zerosharder.observe.log import log
 from zerosharder.optim.flat import step_over_flat_shards
+from zerosharder.optim.shards import FlatShard, ShardedParam
 
 
 class Adoption:
     """Knows the parameters of one sharded model, old and new, and adopts the optimizers that hold them."""
 
     def __init__(
-        self, replaced: dict[int, tuple[nn.Parameter, nn.Parameter]], buckets: Iterable[Bucket]
+        self,
+        replaced: dict[int, tuple[nn.Parameter, nn.Parameter]],
+        owned: Iterable[tuple[FlatShard, ShardedParam]],
     ) -> None:
         self._replaced = replaced
-        self._owner: dict[int, tuple[Bucket, UnitParam]] = {
-            id(p.sharded): (bucket, p) for bucket in buckets for p in bucket.params
+        self._owner: dict[int, tuple[FlatShard, ShardedParam]] = {
+            id(param.sharded): (flat, param) for flat, param in owned
         }
         self._known = {id(new) for _, new in replaced.values()}
         _watch_steps(self)

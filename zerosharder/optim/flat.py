@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 
-from zerosharder.engine.bucket import Bucket, UnitParam, flat_buffer, local_of
+from zerosharder.offload.memory import flat_buffer
+from zerosharder.optim.shards import FlatShard, ShardedParam
+from zerosharder.partition.placement import local_of
 
 # Elements of a block of the plain step: its six operands of 4 bytes stay in a 2 MiB cache.
 BLOCK = 64 * 1024
 
-Owners = dict[int, tuple[Bucket, UnitParam]]
+Owners = dict[int, tuple[FlatShard, ShardedParam]]
 
 
 def step_over_flat_shards(optimizer: torch.optim.Optimizer, owners: Owners) -> None:
@@ -56,14 +58,14 @@ def step_over_flat_shards(optimizer: torch.optim.Optimizer, owners: Owners) -> N
 class Run:
     """Neighbours in one flat shard that are stepped as one: elements [start, stop)."""
 
-    bucket: Bucket
+    bucket: FlatShard
     start: int
     stop: int
     members: list[int]  # positions in the lists that _init_group filled
     key: object
     last: int  # position of the last member in the flat shard
 
-    def joins(self, bucket: Bucket, position: int, key: object) -> bool:
+    def joins(self, bucket: FlatShard, position: int, key: object) -> bool:
         """Whether the parameter at ``position`` continues this run: only padding, which stays zero, lies between."""
         return self.bucket is bucket and self.last + 1 == position and self.key == key
 
@@ -110,14 +112,14 @@ class FlatSteps:
     ) -> Iterator[Run]:
         """Neighbours of a flat shard with equal ``keys``, as long as possible; brings their gradients in."""
         found = [(i, *self._owners[id(p)]) for i, p in enumerate(params) if id(p) in self._owners]
-        found.sort(key=lambda item: (id(item[1]), item[1].position(item[2])))
+        found.sort(key=lambda item: (id(item[1]), item[1].position(item[2].layout)))
         current: Run | None = None
         for i, bucket, owner in found:
-            if not bucket.holds_grad(owner, grads[i]):
-                bucket.take_grad(owner, grads[i])
+            if not bucket.holds_grad(owner.layout, grads[i]):
+                bucket.take_grad(owner.layout, grads[i])
             start = owner.layout.shard_offset
             stop = start + owner.layout.valid[bucket.rank]
-            position = bucket.position(owner)
+            position = bucket.position(owner.layout)
             # Every rank steps a replicated parameter by itself. Alone in its run it sees the same vector lanes
             # everywhere; among rows, of which ranks hold different numbers, a fused kernel may round it differently.
             key = (keys[i], owner.layout.replicated)
@@ -131,7 +133,7 @@ class FlatSteps:
         if current is not None:
             yield current
 
-    def flat_state(self, bucket: Bucket, role: str) -> torch.Tensor:
+    def flat_state(self, bucket: FlatShard, role: str) -> torch.Tensor:
         """The flat buffer of one role of optimizer state, layout of the flat shard."""
         key = (id(bucket), role)
         if key not in self._state:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from zerosharder.engine.engine import Engine
 from zerosharder.observe.counters import Stats
-
-if TYPE_CHECKING:
-    from zerosharder.engine.engine import Engine
 
 
 def snapshot(model: nn.Module, engine: Engine) -> Stats:
