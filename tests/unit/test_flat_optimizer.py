@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import zerosharder as zs
 from zerosharder.optim.flat import BLOCK
-from zerosharder.partition.placement import local_of
+from zerosharder.optim.shards import local_of
 
 Optimizer = torch.optim.Optimizer
 STEPS = 4

@@ -117,39 +117,42 @@ def test_out_of_order(state, method):
 def test_reductions_out_of_order():
     unit = _unit()
     with pytest.raises(StateError, match="from empty to empty"):
-        unit.finish_reduce(lambda _: None)
+        unit.finish_reduce()
     assert unit.grad_state is GradState.EMPTY
     unit.note_grad()
     unit.note_grad()
     assert unit.grad_state is GradState.LOCAL
     with pytest.raises(StateError, match="from local to empty"):
-        unit.finish_reduce(lambda _: None)
+        unit.finish_reduce()
     assert unit.grad_state is GradState.LOCAL
     unit.start_reduce()
     assert unit.grad_state is GradState.REDUCING
-    unit.finish_reduce(lambda _: None)
+    unit.finish_reduce()
     assert unit.grad_state is GradState.EMPTY
     assert unit.runtime.pool.in_use == 0
 
 
-def test_a_second_reduction_completes_the_first():
+def test_a_second_reduction_adds_to_the_first():
     unit = _unit()
     param = unit.params[0]
     for _ in range(2):
         param.leaf.grad = torch.ones(param.layout.shape, dtype=torch.bfloat16)
         unit.note_grad()
         unit.start_reduce()
-    unit.finish_reduce(lambda _: None)
+        with pytest.raises(StateError, match="from reducing to reducing"):
+            unit.start_reduce()
+        unit.wait_reduce()
+        assert unit.grad_state is GradState.REDUCING
+        assert unit.finish_reduce() == [param]
     assert torch.equal(param.sharded.grad, torch.full(param.layout.shape, 2.0))
     assert unit.runtime.pool.in_use == 0
 
 
 def test_a_unit_without_gradients_reduces_zeros_and_sets_none():
     unit = _unit()
-    got = []
     unit.start_reduce()
-    unit.finish_reduce(got.append)
-    assert got == [] and all(p.sharded.grad is None for p in unit.params)
+    assert unit.finish_reduce() == []
+    assert all(p.sharded.grad is None for p in unit.params)
 
 
 class _Nosy(nn.Module):

@@ -22,8 +22,8 @@ from zerosharder.engine.collectives import GatherPart, ReducePart
 from zerosharder.engine.runtime import Runtime
 from zerosharder.engine.slots import Slot
 from zerosharder.offload.memory import flat_buffer
+from zerosharder.optim.shards import local_of
 from zerosharder.partition.layout import BucketLayout, ParamLayout
-from zerosharder.partition.placement import local_of
 from zerosharder.partition.select import ParamUse
 
 

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from zerosharder.offload.memory import flat_buffer
-from zerosharder.optim.shards import FlatShard, ShardedParam
-from zerosharder.partition.placement import local_of
+from zerosharder.optim.shards import FlatShard, ShardedParam, local_of
 
 # Elements of a block of the plain step: its six operands of 4 bytes stay in a 2 MiB cache.
 BLOCK = 64 * 1024

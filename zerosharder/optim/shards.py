@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zerosharder.partition.layout import BucketLayout, ParamLayout
 
@@ -45,3 +46,8 @@ class FlatShard(Protocol):
 
     def cut(self, layout: ParamLayout, whole: torch.Tensor) -> torch.Tensor:
         """This rank's rows of ``whole``, in a sharded form of their own."""
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor this rank holds of a DTensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
