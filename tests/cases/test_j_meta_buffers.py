@@ -21,7 +21,9 @@ class Rotary(nn.Module):
 
     def __init__(self, dim: int = 8) -> None:
         super().__init__()
-        self.register_buffer("inv_freq", 1.0 / 100 ** (torch.arange(0, dim, 2).float() / dim), persistent=False)
+        self.register_buffer(
+            "inv_freq", 1.0 / 100 ** (torch.arange(0, dim, 2).float() / dim), persistent=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         angles = torch.outer(torch.arange(x.shape[0]).float(), self.inv_freq)
@@ -116,7 +118,9 @@ def test_j1_a_module_with_parameters_and_a_computed_buffer() -> None:
     assert not model(torch.ones(2, 4)).isnan().any()
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int64, torch.uint8, torch.float32, torch.bfloat16], ids=str
+)
 @distributed(world=2)
 def test_j1_buffers_of_every_dtype_are_noticed(dtype: torch.dtype) -> None:
     """A boolean mask has no value that could mark it as unset, and must not come out all False."""

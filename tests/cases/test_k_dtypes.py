@@ -49,13 +49,18 @@ def _build(kind: Callable[[], nn.Module]) -> nn.Module:
     return kind()
 
 
+def _descend(weight: Tensor, grad: Tensor, lr: float) -> None:
+    """In fp32: torch's 16-bit add with alpha rounds the body and the tail of a vector differently."""
+    weight.copy_(weight.float() - lr * grad.float())
+
+
 def _expected_step(model: nn.Module, loss: Tensor, lr: float = 0.1) -> dict[str, Tensor]:
     """Gradients of one step by hand; takes the step."""
     loss.backward()
     grads = {}
     for name, p in model.named_parameters():
         grads[name] = mean_over_ranks(p.grad.float(), p.float()).to(p.dtype)
-        p.data.add_(grads[name], alpha=-lr)
+        _descend(p.data, grads[name], lr)
         p.grad = None
     return grads
 
@@ -73,7 +78,7 @@ def _compare(kind: Callable[[], nn.Module], *, steps: int = 3, **settings: str) 
         assert_same(full_grads(model), expected, what=f"gradients of step {step}")
         with torch.no_grad():
             for p in model.parameters():
-                p.add_(p.grad, alpha=-0.1)
+                _descend(p, p.grad, 0.1)
                 p.grad = None
     assert_same(full_params(model), {n: p.detach() for n, p in plain.named_parameters()})
     return model
@@ -244,7 +249,9 @@ def test_k2_batch_norm() -> None:
 # -- K4: parameters that are 16-bit already --
 
 
-@pytest.mark.parametrize("settings", [{}, {"param_dtype": "bf16"}, {"param_dtype": "bf16", "reduce_dtype": "fp32"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"param_dtype": "bf16"}, {"param_dtype": "bf16", "reduce_dtype": "fp32"}], ids=str
+)
 @distributed(world=2)
 def test_k4_a_bf16_model_whose_gradients_are_summed_in_fp32(settings: dict[str, str]) -> None:
     def build() -> nn.Module:
@@ -255,7 +262,11 @@ def test_k4_a_bf16_model_whose_gradients_are_summed_in_fp32(settings: dict[str, 
 
 @distributed(world=2)
 def test_k4_a_half_model() -> None:
-    _compare(lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).half(), reduce_dtype="fp32", steps=1)
+    _compare(
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).half(),
+        reduce_dtype="fp32",
+        steps=1,
+    )
 
 
 @distributed(world=2)

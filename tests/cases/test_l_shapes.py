@@ -34,8 +34,17 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [rows, 13]
         h = torch.tanh(self.prime(x)).sum(-1) * self.scalar + self.one
-        h = h + self.column.sum() ** 2 + (self.transposed**3).sum() + (self.strided.sin() * self.expanded.sum()).sum()
-        h = h + self.conv(x[:1, :12].reshape(1, 3, 2, 2).repeat(1, 1, 2, 2)).pow(2).mean() + self.deep.cos().sum()
+        h = (
+            h
+            + self.column.sum() ** 2
+            + (self.transposed**3).sum()
+            + (self.strided.sin() * self.expanded.sum()).sum()
+        )
+        h = (
+            h
+            + self.conv(x[:1, :12].reshape(1, 3, 2, 2).repeat(1, 1, 2, 2)).pow(2).mean()
+            + self.deep.cos().sum()
+        )
         return h + self.empty.sum() + self.flat_empty.sum()
 
 

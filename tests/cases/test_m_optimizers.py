@@ -93,7 +93,8 @@ def test_m1_groups_stay_what_they_were(order: str) -> None:
     plain, model = mlp(), mlp()
     expected = [{k: v for k, v in g.items() if k != "params"} for g in _grouped(plain).param_groups]
     names = [
-        [n for p in g["params"] for n, q in plain.named_parameters() if q is p] for g in _grouped(plain).param_groups
+        [n for p in g["params"] for n, q in plain.named_parameters() if q is p]
+        for g in _grouped(plain).param_groups
     ]
     if order == "before":
         optimizer = _grouped(model)
@@ -122,7 +123,10 @@ def test_m1_two_optimizers_for_one_model() -> None:
     plain, model = mlp(), mlp()
 
     def make(m: nn.Module) -> list[Optimizer]:
-        return [torch.optim.AdamW(m.layers.parameters(), lr=0.01), torch.optim.SGD(m.project.parameters(), lr=0.1)]
+        return [
+            torch.optim.AdamW(m.layers.parameters(), lr=0.01),
+            torch.optim.SGD(m.project.parameters(), lr=0.1),
+        ]
 
     references, optimizers = make(plain), make(model)
     for optimizer in optimizers:
@@ -297,7 +301,9 @@ def test_m4_lbfgs_works_or_says_why() -> None:
 @distributed(world=2)
 def test_m4_foreign_or_wrong_optimizers_are_named() -> None:
     model = zs.shard(mlp())
-    with pytest.raises(OptimizerError, match=r"AdamW holds none of the model's parameters.*\(8, 8\).*model\.parameters"):
+    with pytest.raises(
+        OptimizerError, match=r"AdamW holds none of the model's parameters.*\(8, 8\).*model\.parameters"
+    ):
         zs.shard(model, torch.optim.AdamW(mlp().parameters()))
     with pytest.raises(OptimizerError, match="Optimizer as its second argument, got list"):
         zs.shard(model, list(model.parameters()))

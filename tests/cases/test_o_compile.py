@@ -42,7 +42,9 @@ def _expected(steps: int, **settings: object) -> tuple[list[Tensor], list[Tensor
     return losses, list(full_params(model).values())
 
 
-def _run(way: str, order: str, backend: object, steps: int, **settings: object) -> tuple[list[Tensor], list[Tensor]]:
+def _run(
+    way: str, order: str, backend: object, steps: int, **settings: object
+) -> tuple[list[Tensor], list[Tensor]]:
     model = gpt(**SMALL, **settings)
     if order == "compile-first":
         WAYS[way](model, backend)

@@ -78,6 +78,18 @@ class BackwardWalk:
         """``unit`` runs its forward again inside this backward (activation checkpointing)."""
         self.begin()
         self._recomputed.add(unit)
+        if self._current is None:
+            return
+        # A reentrant checkpoint puts no hook on its outputs; that a call is recomputed says how far the backward is.
+        for position in range(self._cursor - 1, -1, -1):
+            begins, call = self._current.events[position]
+            if begins or not call.recomputed:
+                continue
+            if call.unit is unit:
+                self._walk(position)
+                return
+            if call.unit not in self._recomputed:
+                return  # its turn comes later in the same checkpoint
 
     # ---- the walk
 

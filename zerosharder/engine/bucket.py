@@ -111,12 +111,17 @@ class Bucket:
     """See the module docstring. Made by ``build_bucket`` (engine/build.py)."""
 
     def __init__(
-        self, layout: BucketLayout, flat: torch.Tensor, params: list[UnitParam], runtime: Runtime
+        self,
+        layout: BucketLayout,
+        flat: torch.Tensor,
+        params: list[UnitParam],
+        runtime: Runtime,
+        compute_dtype: torch.dtype,
     ) -> None:
         self.layout = layout
         self.flat = flat  # 1-D [shard_numel], the master weights
         self.params = params
-        self.compute_dtype = runtime.compute_dtype(layout.dtype)
+        self.compute_dtype = compute_dtype
         self._runtime = runtime
         by_offset = sorted(layout.params, key=lambda p: (p.shard_offset, p.name))
         self._positions = {p.name: position for position, p in enumerate(by_offset)}

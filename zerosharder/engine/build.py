@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from zerosharder.engine.bucket import Bucket, UnitParam
 from zerosharder.engine.materialize import materialize_params
@@ -37,16 +38,11 @@ def build_units(model: nn.Module, plans: list[UnitPlan], runtime: Runtime) -> Bu
     for index, plan in enumerate(plans):
         before = [use.param for use in plan.params]
         materialize_params(model, plan.params, runtime.device)
-        described = [(u.name, u.param.shape, u.param.dtype, u.param.requires_grad) for u in plan.params]
-        by_name = {use.name: use for use in plan.params}
         buckets = []
-        for layout in unit_layout(described, runtime.world, _strides(plan.params)):
-            flat = flat_buffer(layout.shard_numel, layout.dtype, runtime.device)
-            uses = [by_name[p.name] for p in layout.params]
-            _fill(flat, layout, uses, runtime)
-            bucket = Bucket(layout, flat, [], runtime)
-            bucket.params = [_unit_param(bucket, use, runtime) for use in uses]
-            buckets.append(bucket)
+        for uses, casts in _by_cast(plan.params, runtime):
+            for layout in unit_layout(_described(uses), runtime.world, _strides(uses)):
+                compute_dtype = runtime.compute_dtype(layout.dtype) if casts else layout.dtype
+                buckets.append(_bucket(layout, {use.name: use for use in uses}, compute_dtype, runtime))
         made = {p.name: p.sharded for bucket in buckets for p in bucket.params}
         for old, use in zip(before, plan.params, strict=True):
             built.replaced[id(old)] = (old, made[use.name])
@@ -60,9 +56,8 @@ def flatten_resident(plans: list[UnitPlan], model: nn.Module, device: torch.devi
     for plan in plans:
         before = [use.param for use in plan.params]
         materialize_params(model, plan.params, device)
-        described = [(u.name, u.param.shape, u.param.dtype, u.param.requires_grad) for u in plan.params]
         by_name = {use.name: use.param for use in plan.params}
-        for layout in unit_layout(described, 1, _strides(plan.params)):
+        for layout in unit_layout(_described(plan.params), 1, _strides(plan.params)):
             flat = flat_buffer(layout.shard_numel, layout.dtype, device)
             for p in layout.params:
                 param = by_name[p.name]
@@ -95,6 +90,33 @@ def sync_buffers(model: nn.Module, runtime: Runtime) -> None:
             send = functools.partial(dist.broadcast, raw, group=group, group_src=0)
             runtime.guarded("distribution of the buffers", "", send)
             buffer.copy_(host)
+
+
+def _by_cast(uses: list[ParamUse], runtime: Runtime) -> list[tuple[list[ParamUse], bool]]:
+    """Parameters that are computed with in param_dtype, and those that keep their own.
+
+    Batch norm refuses 16-bit weights beside running statistics in fp32, and buffers stay as they are.
+    """
+    if runtime.config.param_dtype == "fp32":
+        return [(uses, False)]
+    kept = {use.name for use in uses if all(isinstance(module, _BatchNorm) for module, _ in use.owners)}
+    split = [u for u in uses if u.name not in kept], [u for u in uses if u.name in kept]
+    return [(split[0], True), (split[1], False)]
+
+
+def _described(uses: list[ParamUse]) -> list[tuple[str, torch.Size, torch.dtype, bool]]:
+    return [(use.name, use.param.shape, use.param.dtype, use.param.requires_grad) for use in uses]
+
+
+def _bucket(
+    layout: BucketLayout, by_name: dict[str, ParamUse], compute_dtype: torch.dtype, runtime: Runtime
+) -> Bucket:
+    uses = [by_name[p.name] for p in layout.params]
+    flat = flat_buffer(layout.shard_numel, layout.dtype, runtime.device)
+    _fill(flat, layout, uses, runtime)
+    bucket = Bucket(layout, flat, [], runtime, compute_dtype)
+    bucket.params = [_unit_param(bucket, use, runtime) for use in uses]
+    return bucket
 
 
 def _fill(flat: torch.Tensor, layout: BucketLayout, uses: list[ParamUse], runtime: Runtime) -> None:

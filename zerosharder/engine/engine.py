@@ -33,6 +33,9 @@ class Frame:
 
     units: list[Unit]
     calls: list[Call | None] = field(default_factory=list)  # one for each unit; None: nothing is recorded
+    is_recomputed: bool = (
+        False  # runs without gradients on inputs that require one, inside a pass with gradients
+    )
 
 
 class Engine:
@@ -94,6 +97,8 @@ class Engine:
         except BaseException:
             self.abandon(frame)
             raise
+        if self._pass is not None and not torch.is_grad_enabled():
+            frame.is_recomputed = any(t.requires_grad for t in find_tensors((args, kwargs)))
         dtype = next((d for d in map(_cast_to, units) if d is not None), None)
         if dtype is not None:
             args, kwargs = cast_floats((args, kwargs), dtype)
@@ -208,7 +213,7 @@ class Engine:
             if not unit.active:
                 self._calls.pop(unit, None)
             if call is not None:
-                call.owner.end(call, differentiable)
+                call.owner.end(call, differentiable, frame.is_recomputed)
                 first = first or call
             if not self._in_backward() and not self._stays_gathered(unit, call):
                 self.free(unit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -34,7 +35,9 @@ def materialize_params(model: nn.Module, uses: Iterable[ParamUse], device: torch
         for module, attr in use.owners:
             module._parameters[attr] = real
     # One owner initialises a tied parameter, as when it was built; the second would overwrite it.
-    for module in dict.fromkeys(use.owners[0][0] for use in fresh):
+    owners = list(dict.fromkeys(use.owners[0][0] for use in fresh))
+    buffers = _fresh_buffers(model, owners, device)  # a module may fill them together with its parameters
+    for module in owners:
         _initialize(model, module)
     missing = [use.name for use in fresh if _is_unset(use.param)]
     if missing:
@@ -42,6 +45,7 @@ def materialize_params(model: nn.Module, uses: Iterable[ParamUse], device: torch
             f"parameters {', '.join(missing)} are on the meta device and nothing initialises them: give their modules "
             "a reset_parameters(), or the model an _init_weights(module), or call to_empty() and initialise yourself"
         )
+    _refuse_unset(buffers)
 
 
 def materialize_buffers(model: nn.Module, device: torch.device) -> None:
@@ -50,22 +54,44 @@ def materialize_buffers(model: nn.Module, device: torch.device) -> None:
     Raises:
         ShardError: buffers that no initialisation computes again, by name (their ``__init__`` did, on meta).
     """
-    fresh: dict[str, tuple[nn.Module, torch.Tensor]] = {}
-    modules: dict[nn.Module, None] = {}
+    owners = [m for m in model.modules() if any(b is not None and b.is_meta for b in m._buffers.values())]
+    fresh = _fresh_buffers(model, owners, device)
+    for module in owners:
+        if hasattr(module, "reset_running_stats"):
+            module.reset_running_stats()  # type: ignore[operator]
+        elif not any(True for _ in module.parameters(recurse=False)):  # those have their values already
+            _initialize(model, module)
+    _refuse_unset(fresh)
+
+
+class _FreshBuffer(NamedTuple):
+    name: str
+    module: nn.Module
+    attr: str
+    real: torch.Tensor
+    version: int  # when it was made
+
+
+def _fresh_buffers(model: nn.Module, owners: list[nn.Module], device: torch.device) -> list[_FreshBuffer]:
+    """Memory for the meta buffers of ``owners``."""
+    made = []
+    wanted = set(owners)
     for prefix, module in model.named_modules():
         for attr, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
+            if module in wanted and buffer is not None and buffer.is_meta:
                 module._buffers[attr] = real = _unset(buffer, device)
-                fresh[f"{prefix}.{attr}" if prefix else attr] = (module, real)
-                modules[module] = None
-    for module in modules:
-        if not any(True for _ in module.parameters(recurse=False)):
-            _initialize(model, module)
-        elif hasattr(module, "reset_running_stats"):
-            module.reset_running_stats()  # type: ignore[operator]
-    missing = [
-        name for name, (module, _) in fresh.items() if _is_unset(module._buffers[name.rpartition(".")[2]])
-    ]
+                name = f"{prefix}.{attr}" if prefix else attr
+                made.append(_FreshBuffer(name, module, attr, real, real._version))
+    return made
+
+
+def _refuse_unset(buffers: list[_FreshBuffer]) -> None:
+    def is_unset(b: _FreshBuffer) -> bool:
+        if b.module._buffers[b.attr] is not b.real:
+            return False
+        return b.real._version == b.version if b.real.dtype is torch.bool else _is_unset(b.real)
+
+    missing = [b.name for b in buffers if b.real.numel() and is_unset(b)]
     if missing:
         raise ShardError(
             f"buffers {', '.join(missing)} are on the meta device and were computed in __init__, which is lost: "

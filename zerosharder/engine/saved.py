@@ -64,14 +64,13 @@ class SavedWeights:
             self._active = False
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedView:
-        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            return tensor
-        unit = self._by_address.get(tensor.untyped_storage().data_ptr())
-        if unit is None:
-            return tensor
-        place = unit.locate(tensor)
-        if place is None:
-            return tensor
+        unit, place = None, None
+        if tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+            unit = self._by_address.get(tensor.untyped_storage().data_ptr())
+            place = unit.locate(tensor) if unit is not None else None
+        if unit is None or place is None:
+            # Not the tensor itself: an operation that saves its own output would keep its graph alive for ever.
+            return tensor if tensor.is_leaf else tensor.detach()
         return SavedView(
             unit, self._engine.call_of(unit), unit.version, *place, tensor.size(), tensor.stride()
         )

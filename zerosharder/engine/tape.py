@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 class Call:
     """One use of one unit in a pass."""
 
-    __slots__ = ("begin", "differentiable", "end", "owner", "unit")
+    __slots__ = ("begin", "differentiable", "end", "owner", "recomputed", "unit")
 
     def __init__(self, unit: Unit, owner: Pass) -> None:
         self.unit = unit
         self.owner = owner
         self.begin = -1  # position of its two events in owner.events
         self.end = -1
-        self.differentiable = False  # some output requires a gradient
+        self.differentiable = False  # some output requires a gradient, or will when it is recomputed
+        self.recomputed = False  # ran without gradients on inputs that require one: a reentrant checkpoint
 
 
 class Alive:
@@ -55,11 +56,12 @@ class Pass:
         self.first.setdefault(unit, call)
         return call
 
-    def end(self, call: Call, differentiable: bool) -> None:
+    def end(self, call: Call, differentiable: bool, recomputed: bool) -> None:
         """Records that ``call`` is over."""
         call.end = len(self.events)
-        call.differentiable = differentiable
-        if differentiable:
+        call.differentiable = differentiable or recomputed
+        call.recomputed = recomputed
+        if call.differentiable:
             self.differentiable.add(call.unit)
         self.events.append((False, call))
 

@@ -126,7 +126,8 @@ class Unit:
 
     def rebuild(self, bucket: int, offset: int, size: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
         """The view that autograd saved, on the slot of the moment. ``offset``: elements into the bucket's buffer."""
-        return self._views()[bucket].full.as_strided(size, stride, offset)
+        full = self._views()[bucket].full
+        return full.as_strided(size, stride, full.storage_offset() + offset)
 
     def locate(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """(bucket, offset in elements) if ``tensor`` is a view of this unit's gathered buffers."""
