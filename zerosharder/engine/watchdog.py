@@ -1,12 +1,14 @@
 """No hang without a culprit: what every rank is doing, asked for when one of them waits in vain.
 
-Each rank runs one daemon thread that sleeps on a key of the process group's store. A rank whose wait fails sets that
-key; every thread then posts where its rank is (unit, operation, recent order, stack of the main thread). The rank
+Each rank runs one daemon thread that sleeps on a key of the process group's store. A rank whose wait fails sets the keys
+of all; every thread then posts where its rank is (unit, operation, recent order, stack of the main thread). The rank
 that waited collects the answers and raises DesyncError with all of them; one that does not answer is dead or frozen.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import sys
 import threading
@@ -37,16 +39,30 @@ class Watchdog:
         self._main = threading.get_ident()
         # A connection of its own, since waiting on one blocks it.
         listener = store.clone()  # type: ignore[attr-defined]
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._listen, args=(listener,), name="zerosharder-watchdog", daemon=True
-        ).start()
+        )
+        self._thread.start()
+        # A thread that sits in the store when the interpreter ends would take the process down with an abort.
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Ends the thread. Does nothing if it has ended."""
+        if self._thread.is_alive():
+            with contextlib.suppress(
+                RuntimeError, dist.DistError
+            ):  # the rank that hosts the store may be gone
+                self._store.set(f"alarm/{self._rank}", "exit")
+            self._thread.join(ANSWER_SECONDS)
 
     def explain(self, mine: str, error: RuntimeError) -> Exception:
         """The exception for this rank's wait ``mine``, which failed with ``error``; names who was elsewhere."""
         try:
             self._store.set(f"answer/{self._rank}", json.dumps(self._answer()))
-            self._store.set("alarm", str(self._rank))
+            for rank in self._ranks:
+                self._store.set(f"alarm/{rank}", "ask")
             answers = self._collect()
+            self._let_others_collect(answers)
         except (RuntimeError, dist.DistError) as lost:
             return DesyncError(
                 f"rank {self._rank}: {mine} failed ({_short(error)}), and the store that knows the other ranks is gone "
@@ -60,12 +76,10 @@ class Watchdog:
             if answer is None:
                 lines.append(f"  rank {rank}: no answer; the process has ended or is frozen")
                 continue
-            doing = (
-                f"waits for {answer['waiting']}"
-                if answer["waiting"]
-                else f"is not waiting ({answer['phase']})"
+            doing = f"waits for {answer['waiting']}" if answer["waiting"] else "is not waiting"
+            lines.append(
+                f"  rank {rank}: {doing} ({answer['phase']}); order so far: {answer['order'] or 'no pass yet'}"
             )
-            lines.append(f"  rank {rank}: {doing}; order so far: {answer['order'] or 'no pass yet'}")
             lines.append(f"    last: {answer['last']}")
             if not answer["waiting"]:
                 lines.append("    " + answer["stack"].replace("\n", "\n    "))
@@ -88,11 +102,18 @@ class Watchdog:
                 answers[rank] = None
         return answers
 
+    def _let_others_collect(self, answers: dict[int, dict[str, str] | None]) -> None:
+        """The exception may end this process, and with it the store: those that wait too read the answers first."""
+        self._store.set(f"told/{self._rank}", "")
+        waiting = [f"told/{rank}" for rank, answer in answers.items() if answer and answer["waiting"]]
+        with contextlib.suppress(RuntimeError, dist.DistError):  # they may have no error of their own yet
+            self._store.wait(waiting, timedelta(seconds=ANSWER_SECONDS))
+
     def _listen(self, store: dist.Store) -> None:
         while True:
             try:
-                store.wait(["alarm"], LISTEN)
-                if not store.check([f"answer/{self._rank}"]):
+                store.wait([f"alarm/{self._rank}"], LISTEN)
+                if store.get(f"alarm/{self._rank}") == b"ask" and not store.check([f"answer/{self._rank}"]):
                     store.set(f"answer/{self._rank}", json.dumps(self._answer()))
                 return
             except (RuntimeError, dist.DistError) as error:
