@@ -67,6 +67,15 @@ def proportional() -> float:
     return int(found[1]) / 1024 if found else 0.0
 
 
+def union(spans: Iterable[tuple[int, int]]) -> int:
+    """Bytes that the spans (begin, end) cover; views of one buffer may overlap and count once."""
+    total = reached = 0
+    for begin, end in sorted(spans):
+        total += max(0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
 def _status(field: str) -> float:
     found = re.search(rf"^{field}:\s*(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(found[1]) / 1024 if found else 0.0

@@ -48,7 +48,8 @@ class Worker:
         self.units = _model.unit_nbytes(model)
         self.trained = engines.ENGINES[args.engine](model, args.dtype)
         common.reset_peak()
-        return {"setup_s": time.perf_counter() - begin, "base_mib": self.base, "parameters": self.parameters}
+        seconds, ready = time.perf_counter() - begin, common.resident()
+        return {"setup_s": seconds, "base_mib": self.base, "ready_mib": ready, "parameters": self.parameters}
 
     def steps(self, count: int) -> dict:
         """Train; seconds of each step on this rank, and its loss."""
@@ -114,14 +115,14 @@ class Worker:
     def account(self) -> dict:
         """Bytes by category, as the tensors and the engine have them."""
         states = [s for state in self.trained.optimizer.state.values() for s in state.values()]
-        storages = {}
+        spans = []
         for tensor in filter(torch.is_tensor, states):
             storage = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            spans.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
         answer = {
             "parameters": self.parameters,
             "largest_unit": max(self.units),
-            "optimizer": sum(storages.values()),
+            "optimizer": common.union(spans),
         }
         if self.args.engine == "zerosharder":
             import zerosharder as zs

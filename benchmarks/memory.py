@@ -74,6 +74,7 @@ def account(args: argparse.Namespace, results: common.Results, size: str, dtype:
             dtype=dtype,
             world=args.world,
             base_mib=[s["base_mib"] for s in started],
+            ready_mib=[s["ready_mib"] for s in started],
             peak_rss_mib=[t["peak_rss_mib"] for t in trained],
             accounted_bytes=counted,
         )

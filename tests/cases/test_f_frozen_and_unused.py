@@ -234,7 +234,9 @@ def test_f7_used_late(optimizer: str) -> None:
         for key, value in mine.items():
             if isinstance(value, Tensor):
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
-                assert_same(whole, ref[key], what=key)
+                # torch's fused kernel rounds the last elements of a tensor otherwise than those before them.
+                bound = BOUND if optimizer == "adamw_fused" else 0.0
+                assert_same(whole, ref[key], rtol=bound, what=key)
 
 
 @distributed(world=2)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
 from harness import distributed
 from parity import assert_same, average_grads, full_grads, full_params, reference_ddp
 from tiny import Reference
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerosharder as zs
+from zerosharder import errors as zs_errors
 
 BOUND = 1e-6
 
@@ -76,6 +78,100 @@ def test_g2_two_forwards_one_backward(mode: str, nested: bool, reshard: str) -> 
         plain.zero_grad()
         model.zero_grad()
     assert model.__dict__["_zerosharder"].engine.runtime.pool.in_use == 0
+
+
+class Patterned(nn.Module):
+    """Layers named by letters, called as `pattern` says; what stands between bars is one checkpoint."""
+
+    def __init__(self, pattern: str, mode: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: tiny.Layer(8) for name in sorted(set(pattern) - {"|"})})
+        self.head = nn.Linear(8, 8)
+        self.groups = pattern.split("|")
+        self.mode = mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        for group in self.groups:
+            if self.mode == "off":
+                x = self._run(group, x)
+            else:
+                x = checkpoint(self._run, group, x, use_reentrant=self.mode == "reentrant")
+        return self.head(x)
+
+    def _run(self, group: str, x: Tensor) -> Tensor:
+        for name in group:
+            x = self.layers[name](x)
+        return x
+
+
+@pytest.mark.parametrize("mode", ["plain", "reentrant"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["A|B|C", "ABC", "AB|CD", "AS|BS", "ASA|B", "B|ASA", "AAB|ABA", "ABAB|AB", "A|A|A", "AA|AA", "SAS|SBS|C"],
+)
+@distributed(world=2)
+def test_g2_checkpoints_of_groups_that_share_units(pattern: str, mode: str) -> None:
+    """One forward, then two, before a backward; units used in several checkpoints and several times in one."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return Patterned(pattern, mode)
+
+    plain, model = build(), build()
+    zs.shard(model)
+    for step in range(4):
+        for net in (plain, model):
+            if step % 2:
+                _preferences(net, step).backward()
+            else:
+                net(tiny.features(step).requires_grad_()).square().mean().backward()
+        average_grads(plain)
+        # Sums over several uses come in another order where a reentrant checkpoint makes each use a backward.
+        bound = BOUND if step % 2 or len(set(pattern)) < len(pattern) else 0.0
+        assert_same(full_grads(model), full_grads(plain), atol=bound, what=f"step {step}")
+        plain.zero_grad()
+        model.zero_grad()
+    assert model.__dict__["_zerosharder"].engine.runtime.pool.in_use == 0
+
+
+ONE_UNIT = [("A|B|C", mode) for mode in ("off", "plain", "reentrant")]
+SEVERAL = [(pattern, "off") for pattern in ("AB|CD", "ABC|DEF", "ABCDEF", "AS|BS")]
+RECOMPUTED = [("ABCDEF", "plain"), ("AB|CD", "reentrant")]
+
+
+@pytest.mark.parametrize(("pattern", "mode"), ONE_UNIT + SEVERAL)
+@distributed(world=2, timeout=20)
+def test_g2_an_output_that_one_rank_leaves_out(pattern: str, mode: str) -> None:
+    """Rank 1's loss knows one of two forwards."""
+    _leave_one_out(pattern, mode)
+
+
+@pytest.mark.parametrize(("pattern", "mode"), RECOMPUTED)
+@distributed(world=2, timeout=40, expect_pool_loss=True)
+def test_g2_recomputing_several_units_on_one_rank_raises(pattern: str, mode: str) -> None:
+    """The same through a checkpoint of several units: only one rank runs their forward again."""
+    with pytest.raises(zs_errors.DesyncError, match="rank 1"):
+        _leave_one_out(pattern, mode)
+
+
+def _leave_one_out(pattern: str, mode: str) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return Patterned(pattern, mode)
+
+    plain, model = build(), build()
+    zs.shard(model, config=zs.Config(timeout=3))
+    for left_out in (0, 1):
+        for net in (plain, model):
+            losses = [net(tiny.features(i).requires_grad_()).square().mean() for i in range(2)]
+            if dist.get_rank() == 1:
+                del losses[left_out]
+            sum(losses).backward()
+            del losses
+        average_grads(plain)
+        assert_same(full_grads(model), full_grads(plain), rtol=BOUND, what=f"forward {left_out} left out")
+        plain.zero_grad()
+        model.zero_grad()
 
 
 @distributed(world=2)
@@ -184,7 +280,7 @@ def test_g5_entry_points(entry: str) -> None:
         if entry == "score":
             return net.score(a, b).square().mean()
         if entry == "block":
-            return net.towers[1].layers[0](a).square().mean()
+            return net.towers[1](a).square().mean()
         return (net.encode(a, 0) * net.encode(b, 1)).square().mean()
 
     for step in range(3):

@@ -26,31 +26,32 @@ def _plain(norm: Tensor) -> Tensor:
 
 
 class Mixed(nn.Module):
-    """Rows that divide and rows that do not, fewer rows than ranks, a vector, an unused and a frozen parameter."""
+    """Rows that divide and rows that do not, a vector, an unused and a frozen parameter, and, if asked, a scalar.
 
-    def __init__(self, scalar: bool = False) -> None:
+    rows: of the smallest parameter; fewer than ranks leave some of them without any.
+    """
+
+    def __init__(self, scalar: bool = False, rows: int = 3) -> None:
         super().__init__()
         self.layers = nn.ModuleList(tiny.Layer(8) for _ in range(2))
         self.odd = nn.Linear(8, 5)
-        self.row = nn.Linear(5, 1)
+        self.last = nn.Linear(5, rows)
         self.unused = nn.Linear(3, 3)
-        self.frozen = nn.Linear(1, 1).requires_grad_(False)
+        self.frozen = nn.Linear(rows, 4).requires_grad_(False)
         self.scale = nn.Parameter(torch.tensor(3.0)) if scalar else None
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        x = self.frozen(self.row(self.odd(x)))
+        x = self.frozen(self.last(self.odd(x)))
         return x if self.scale is None else x * self.scale
 
 
-def _mixed(scalar: bool = False) -> nn.Module:
+def _with_grads(config: zs.Config | None = None, **settings) -> tuple[nn.Module, nn.Module]:
+    """The same gradients, on a plain model (under DDP) and on a sharded one."""
     torch.manual_seed(1)
-    return Mixed(scalar)
-
-
-def _with_grads(scalar: bool = False, config: zs.Config | None = None) -> tuple[nn.Module, nn.Module]:
-    plain, model = _mixed(scalar), _mixed(scalar)
+    plain = Mixed(**settings)
+    model = copy.deepcopy(plain)
     wrapped = reference_ddp(plain)
     zs.shard(model, config=config)
     for net in (wrapped, model):
@@ -58,20 +59,36 @@ def _with_grads(scalar: bool = False, config: zs.Config | None = None) -> tuple[
     return plain, model
 
 
-@pytest.mark.parametrize("foreach", [None, False, True], ids=["default", "single", "foreach"])
-@pytest.mark.parametrize("p", [1.0, 2.0, float("inf")])
-@distributed(world=(1, 2, 3))
-def test_h1_norm_and_clipping(world: int, p: float, foreach: bool | None) -> None:
-    plain, model = _with_grads()
-    true = torch.stack(
-        [g.flatten() for g in full_grads(plain).values() if g is not None and g.dim() == 0]
-        or [torch.cat([g.flatten() for g in full_grads(plain).values() if g is not None])]
-    ).norm(p)
+def _true_norm(plain: nn.Module, p: float) -> Tensor:
+    return torch.cat([g.flatten() for g in full_grads(plain).values() if g is not None]).norm(p)
+
+
+PATHS = pytest.mark.parametrize("foreach", [None, False, True], ids=["default", "single", "foreach"])
+
+
+def _check(p: float, foreach: bool | None, **settings) -> None:
+    plain, model = _with_grads(**settings)
+    true = _true_norm(plain, p)
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type=p, foreach=foreach)
     found = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=p, foreach=foreach)
     assert_same(_plain(found), true, rtol=BOUND, what="norm")
     assert_same(_plain(found), expected, rtol=BOUND, what="norm of the plain model")
     assert_same(full_grads(model), full_grads(plain), rtol=BOUND, what="clipped gradients")
+
+
+@PATHS
+@pytest.mark.parametrize("p", [1.0, 2.0, float("inf")])
+@distributed(world=(1, 2, 3))
+def test_h1_norm_and_clipping(world: int, p: float, foreach: bool | None) -> None:
+    _check(p, foreach)
+
+
+@PATHS
+@pytest.mark.parametrize("p", [1.0, 2.0])  # torch has no infinity norm of an empty shard: docs/gradients.md
+@distributed(world=3, timeout=20)
+def test_h1_norm_where_a_rank_has_no_rows(p: float, foreach: bool | None) -> None:
+    """One row on three ranks, and five rows as 2, 2, 1 and four as 2, 2, 0."""
+    _check(p, foreach, rows=1)
 
 
 @distributed(world=2)
@@ -122,9 +139,8 @@ def test_h3_one_scalar_collective_for_each_clip(p: float) -> None:
     zs.shard(model)
     model(torch.ones(1, 2)).sum().backward()
     with CommDebugMode() as counted:
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=p)
-        _plain(norm)
-    assert counted.get_total_counts() == 2, "one to scale the gradients by, one to show the norm"
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=p)
+    assert counted.get_total_counts() == 1
 
 
 @distributed(world=4)
@@ -136,8 +152,8 @@ def test_h4_two_meshes_in_one_step() -> None:
     zs.shard(models[1], mesh=init_device_mesh("cpu", (2, 2)))
     x = tiny.features(0)
     models[1](models[0](x)).square().sum().backward()
-    both = nn.Sequential(*plain)
-    reference_ddp(both)(x).square().sum().backward()
+    wrapped = reference_ddp(nn.Sequential(*plain))
+    wrapped(x).square().sum().backward()
     for model, ref in zip(models, plain, strict=True):
         expected = torch.nn.utils.clip_grad_norm_(ref.parameters(), 0.1)
         found = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -165,7 +181,7 @@ def test_h5_scalar_parameters(p: float) -> None:
         plain, model = _with_grads(scalar=True)
     finally:
         log.removeHandler(handler)
-    true = torch.cat([g.flatten() for g in full_grads(plain).values() if g is not None]).norm(p)
+    true = _true_norm(plain, p)
     wrong = []
     for foreach in (None, True, False):
         found = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type=p, foreach=foreach)

@@ -90,6 +90,7 @@ def test_step_fails_when_losses_differ(
     printed = capsys.readouterr().out
     assert "1.0e-03 WRONG" in printed
     assert "0.0e+00 WRONG" not in printed
+    assert _common.union([(10, 20), (0, 5), (12, 25), (13, 14)]) == 20
     assert _common.ratio([1.0, 4.0, 3.0], [2.0, 2.0, 2.0]) == 1.5
 
 

@@ -41,7 +41,7 @@ class BackwardWalk:
         self._current: Pass | None = None
         self._cursor = 0  # every event at or above it is done
         self._finished: list[Pass] = []
-        self._recomputed: set[Unit] = set()
+        self._recomputed: set[Call] = set()  # calls in reentrant checkpoints whose recomputation has begun
         self._owed: dict[Unit, None] = {}  # to be reduced when an older pass or the backward is through
         self._reducing: dict[Unit, None] = {}  # messages under way, oldest first
         self._reduced: dict[
@@ -75,21 +75,24 @@ class BackwardWalk:
         unit.note_grad()
 
     def recomputes(self, unit: Unit) -> None:
-        """``unit`` runs its forward again inside this backward (activation checkpointing)."""
+        """``unit`` runs its forward again inside this backward (activation checkpointing).
+
+        A reentrant checkpoint puts no hook on its outputs; that its last unit is recomputed says how far we are.
+        """
         self.begin()
-        self._recomputed.add(unit)
         if self._current is None:
             return
-        # A reentrant checkpoint puts no hook on its outputs; that a call is recomputed says how far the backward is.
+        is_last = True
         for position in range(self._cursor - 1, -1, -1):
             begins, call = self._current.events[position]
-            if begins or not call.recomputed:
+            if begins or not call.recomputed or call in self._recomputed:
                 continue
             if call.unit is unit:
-                self._walk(position)
+                self._recomputed.add(call)
+                if is_last:
+                    self._walk(position)
                 return
-            if call.unit not in self._recomputed:
-                return  # its turn comes later in the same checkpoint
+            is_last = False  # another one's turn comes later in the same checkpoint
 
     # ---- the walk
 
@@ -200,8 +203,7 @@ class BackwardWalk:
             if engine.runtime.config.reshard != "never" and next(self._upcoming(), None) is not unit:
                 engine.free(unit)
             return
-        used = unit in self._recomputed or unit in self._current.differentiable
-        if used and unit.wants_grad and engine.sync:
+        if unit in self._current.differentiable and unit.wants_grad and engine.sync:
             # A leaf that an older pass used too gets its gradient when that pass is through, from both at once.
             if any(unit in p.differentiable for p in engine.tape.passes if p.number < self._current.number):
                 self._owed[unit] = None
@@ -238,11 +240,10 @@ class BackwardWalk:
             self._enter(missing)
             self._complete_current()
         for unit in engine.units:
+            unit.forget_frozen()
             if engine.sync:
-                late = unit.grad_state is not GradState.REDUCING and any(
-                    p.has_local_grad for p in unit.params
-                )
-                if late:  # used outside of its calls: reduced at the end, in unit order
+                # A gradient that came after its unit was left: a weight used outside of its unit's calls.
+                if unit in self._owed or any(p.has_local_grad for p in unit.params):
                     self._reduce(unit)
             else:
                 unit.keep_local()

@@ -57,6 +57,7 @@ class Engine:
         self._numbers = itertools.count(1)
         self._ahead: dict[Unit, int] = {}  # gathered or on its way before its turn, with its bytes
         self._calls: dict[Unit, Call | None] = {}  # the innermost running call of each active unit
+        self._in_checkpoint = False  # the last call ran in a reentrant checkpoint, and no other kind since
         self._began = 0.0
         wanted = runtime.config.prefetch
         typical = sorted(unit.nbytes for unit in units if unit.nbytes)
@@ -98,7 +99,11 @@ class Engine:
             self.abandon(frame)
             raise
         if self._pass is not None and not torch.is_grad_enabled():
-            frame.is_recomputed = any(t.requires_grad for t in find_tensors((args, kwargs)))
+            # Behind the first unit of a checkpoint no input requires a gradient any more.
+            inside = self._in_checkpoint or any(t.requires_grad for t in find_tensors((args, kwargs)))
+            frame.is_recomputed = self._in_checkpoint = inside
+        else:
+            self._in_checkpoint = False
         dtype = next((d for d in map(_cast_to, units) if d is not None), None)
         if dtype is not None:
             args, kwargs = cast_floats((args, kwargs), dtype)
@@ -291,7 +296,7 @@ class Engine:
             self.free(unit)
         if not self.tape.passes:
             for unit in self.units:
-                if not self.keeps_gathered:
+                if self.runtime.config.reshard != "never" or unit.is_stale:
                     self.free(unit)
 
     # ---- the user's commands

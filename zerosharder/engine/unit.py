@@ -198,6 +198,12 @@ class Unit:
         if self.grad_state is not GradState.REDUCING:
             self.grad_state = check_grad(self.name, self.grad_state, GradState.LOCAL)
 
+    def forget_frozen(self) -> None:
+        """Drops gradients of parameters that were frozen after the forward: nothing will reduce them."""
+        for bucket in self.buckets:
+            for param in bucket.params if not bucket.wants_grad else ():
+                param.leaf.grad = param.local_sum = None
+
     def keep_local(self) -> None:
         """Leaves this backward's gradients unreduced (no_sync)."""
         for bucket in self.buckets:

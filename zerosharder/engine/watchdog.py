@@ -1,8 +1,8 @@
 """No hang without a culprit: what every rank is doing, asked for when one of them waits in vain.
 
-Each rank runs one daemon thread that sleeps on a key of the process group's store. A rank whose wait fails sets the keys
-of all; every thread then posts where its rank is (unit, operation, recent order, stack of the main thread). The rank
-that waited collects the answers and raises DesyncError with all of them; one that does not answer is dead or frozen.
+Each rank runs one daemon thread that sleeps on a key of the process group's store. A rank whose wait fails sets the
+keys of all; every thread then posts where its rank is (unit, operation, recent order, stack of the main thread). The
+rank that waited collects the answers and raises DesyncError with all of them; one without an answer is dead or frozen.
 """
 
 from __future__ import annotations
@@ -77,9 +77,8 @@ class Watchdog:
                 lines.append(f"  rank {rank}: no answer; the process has ended or is frozen")
                 continue
             doing = f"waits for {answer['waiting']}" if answer["waiting"] else "is not waiting"
-            lines.append(
-                f"  rank {rank}: {doing} ({answer['phase']}); order so far: {answer['order'] or 'no pass yet'}"
-            )
+            order = answer["order"] or "no pass yet"
+            lines.append(f"  rank {rank}: {doing} ({answer['phase']}); order so far: {order}")
             lines.append(f"    last: {answer['last']}")
             if not answer["waiting"]:
                 lines.append("    " + answer["stack"].replace("\n", "\n    "))
