@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -110,18 +109,21 @@ def test_every_rank_has_the_same_weights(world: int) -> None:
             assert_same(mine, of_first, what=name)
 
 
-COMBINATIONS = list(itertools.product(["auto", "always", "never"], ["0", "auto", "64KiB", "1GB"]))
+PREFETCH = ["0", "auto", "64KiB", "1GB"]
+RESHARD = pytest.mark.parametrize("reshard", ["auto", "always", "never"])
+CHECKPOINT = pytest.mark.parametrize("checkpoint", [None, "plain", "reentrant"])
 
 
-@pytest.mark.parametrize("checkpoint", [None, "plain", "reentrant"])
-@pytest.mark.parametrize(("reshard", "prefetch"), COMBINATIONS)
+@CHECKPOINT
+@RESHARD
 @distributed(world=2)
-def test_settings_do_not_change_a_bit(reshard: str, prefetch: str, checkpoint: str | None) -> None:
+def test_settings_do_not_change_a_bit(reshard: str, checkpoint: str | None) -> None:
     expected, weights = _under_ddp("adamw", 5)
-    config = zs.Config(reshard=reshard, prefetch=prefetch)
-    losses, found = _sharded("adamw", 5, config, checkpoint=checkpoint)
-    assert_same(losses, expected, what="losses")
-    assert_same(found, weights, what="weights")
+    for prefetch in PREFETCH:
+        config = zs.Config(reshard=reshard, prefetch=prefetch)
+        losses, found = _sharded("adamw", 5, config, checkpoint=checkpoint)
+        assert_same(losses, expected, what=f"losses with prefetch {prefetch}")
+        assert_same(found, weights, what=f"weights with prefetch {prefetch}")
 
 
 @functools.cache
@@ -129,13 +131,15 @@ def _of_default_settings() -> tuple[list[Tensor], dict[str, Tensor]]:
     return _sharded("sgd_momentum", 4, tied=True)
 
 
-@pytest.mark.parametrize(("reshard", "prefetch"), COMBINATIONS)
+@RESHARD
 @distributed(world=3)
-def test_settings_do_not_change_a_bit_at_three_ranks(reshard: str, prefetch: str) -> None:
+def test_settings_do_not_change_a_bit_at_three_ranks(reshard: str) -> None:
     expected, weights = _of_default_settings()
-    losses, found = _sharded("sgd_momentum", 4, zs.Config(reshard=reshard, prefetch=prefetch), tied=True)
-    assert_same(losses, expected, what="losses")
-    assert_same(found, weights, what="weights")
+    for prefetch in PREFETCH:
+        config = zs.Config(reshard=reshard, prefetch=prefetch)
+        losses, found = _sharded("sgd_momentum", 4, config, tied=True)
+        assert_same(losses, expected, what=f"losses with prefetch {prefetch}")
+        assert_same(found, weights, what=f"weights with prefetch {prefetch}")
 
 
 @pytest.mark.parametrize("choice", ["blocks", "leaves", "predicate", "one"])
@@ -168,8 +172,8 @@ def test_world_of_one_is_the_plain_loop(optimizer: str) -> None:
     assert_same(found, full_params(plain), what="weights")
 
 
-@pytest.mark.parametrize("checkpoint", [None, "plain", "reentrant"])
-@pytest.mark.parametrize("reshard", ["auto", "always", "never"])
+@CHECKPOINT
+@RESHARD
 @distributed(world=1)
 def test_world_of_one_in_bf16(reshard: str, checkpoint: str | None) -> None:
     """Casts need every part of the machinery: slots, gathers, frees, reductions."""
@@ -573,7 +577,7 @@ def test_two_models_with_one_optimizer(optimizer: str, when: str) -> None:
     assert_same(full_params(b), reference[1], what="second model")
 
 
-@pytest.mark.parametrize("reshard", ["auto", "always", "never"])
+@RESHARD
 @distributed(world=2)
 def test_evaluation_between_steps(reshard: str) -> None:
     expected, weights = _under_ddp("adamw", 5)
@@ -601,7 +605,7 @@ def test_evaluation_between_steps(reshard: str) -> None:
 @pytest.mark.parametrize(
     "order", ["older first", "newer first", "together", "only the older", "only the newer"]
 )
-@pytest.mark.parametrize("checkpoint", [None, "plain", "reentrant"])
+@CHECKPOINT
 @distributed(world=2)
 def test_backwards_after_several_forwards(checkpoint: str | None, order: str) -> None:
     def run(model: nn.Module, backward: Callable[[Tensor], None]) -> None:
@@ -633,7 +637,7 @@ def test_backwards_after_several_forwards(checkpoint: str | None, order: str) ->
     assert_same(full_grads(model), reference.grads(), what="the step after")
 
 
-@pytest.mark.parametrize("reshard", ["auto", "always", "never"])
+@RESHARD
 @distributed(world=2)
 def test_backward_twice_through_a_kept_graph(reshard: str) -> None:
     reference = Reference(gpt())
@@ -810,7 +814,7 @@ def test_counted_bytes(world: int) -> None:
         assert exact <= found <= 1.2 * exact + 5 * 4096 * 4, (what, found, exact)
 
 
-@pytest.mark.parametrize("checkpoint", [None, "plain", "reentrant"])
+@CHECKPOINT
 @distributed(world=2)
 def test_one_reduction_for_each_unit_in_a_backward(checkpoint: str | None) -> None:
     """Also for a unit that is used several times, and however many outputs and parameters get a gradient."""
@@ -827,7 +831,7 @@ def test_one_reduction_for_each_unit_in_a_backward(checkpoint: str | None) -> No
     assert kinds == [("reduce", "blocks.0"), ("reduce", "")] * 3
 
 
-@pytest.mark.parametrize("checkpoint", [None, "plain", "reentrant"])
+@CHECKPOINT
 @distributed(world=2)
 def test_backward_frees_in_time(checkpoint: str | None) -> None:
     """From the log: in the backward of a block nothing but that block and the root is gathered."""
@@ -845,11 +849,12 @@ def test_backward_frees_in_time(checkpoint: str | None) -> None:
     assert not gathered
 
 
-@pytest.mark.parametrize("reshard", ["auto", "always", "never"])
-@pytest.mark.parametrize("checkpoint", [None, "plain", "reentrant"])
-@distributed(world=(2, 3))
-def test_steady_state_allocates_nothing(world: int, checkpoint: str | None, reshard: str) -> None:
-    from zerosharder.engine import bucket, slots
+@RESHARD
+@CHECKPOINT
+@distributed(world=2)
+def test_steady_state_allocates_nothing(checkpoint: str | None, reshard: str) -> None:
+    from zerosharder.engine import slots
+    from zerosharder.offload import memory
 
     model = gpt(checkpoint=checkpoint)
     optimizer = adamw(model)
@@ -866,19 +871,19 @@ def test_steady_state_allocates_nothing(world: int, checkpoint: str | None, resh
         step(number)
     runtime = _engine(model).runtime
     settled = runtime.pool.nbytes
-    originals = bucket.host_buffer, slots.host_buffer
+    original = memory.host_buffer
 
     def refuse(nbytes: int) -> Tensor:
         raise AssertionError(f"{nbytes} bytes are allocated in steady state")
 
-    bucket.host_buffer = slots.host_buffer = refuse
+    slots.host_buffer = memory.host_buffer = refuse
     try:
         for number in range(3, 12):
             step(number)
             assert runtime.pool.nbytes == settled
             assert runtime.pool.in_use == 0
     finally:
-        bucket.host_buffer, slots.host_buffer = originals
+        slots.host_buffer = memory.host_buffer = original
 
 
 @distributed(world=2)

@@ -46,9 +46,8 @@ class UnitParam:
         self.sharded = sharded
         self.leaf = leaf
         self.placeholder = leaf.data
-        self.local_sum: torch.Tensor | None = (
-            None  # unreduced gradients of earlier backwards, in the reduce dtype
-        )
+        # Unreduced gradients of earlier backwards (no_sync), in fp32 where autograd makes 16-bit ones.
+        self.local_sum: torch.Tensor | None = None
         plain = nn.Module.__setattr__
         # Modules with a __setattr__ of their own (nn.LSTM keeps a list of its weights) must see every exchange.
         self.owners = [(m, attr) for m, attr in use.owners if type(m).__setattr__ is plain]
@@ -337,10 +336,8 @@ class Bucket:
         """This rank's rows of ``whole`` (any dtype, shape of the parameter), as a sharded form of their own."""
         flat = torch.zeros(self.layout.shard_numel, dtype=whole.dtype, device=self._runtime.device)
         sharded = self.as_sharded(flat, layout)
-        rows = (
-            whole if layout.replicated else whole[layout.first_row(self.rank) :][: layout.rows_of(self.rank)]
-        )
-        local_of(sharded).copy_(rows)
+        first, rows = layout.first_row(self.rank), layout.rows_of(self.rank)
+        local_of(sharded).copy_(whole if layout.replicated else whole[first : first + rows])
         return sharded.detach().clone()
 
     def as_sharded(self, flat: torch.Tensor, layout: ParamLayout) -> torch.Tensor:

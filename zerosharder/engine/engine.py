@@ -33,9 +33,7 @@ class Frame:
 
     units: list[Unit]
     calls: list[Call | None] = field(default_factory=list)  # one for each unit; None: nothing is recorded
-    is_recomputed: bool = (
-        False  # runs without gradients on inputs that require one, inside a pass with gradients
-    )
+    is_recomputed: bool = False  # in a reentrant checkpoint: without gradients, inside a pass with gradients
 
 
 class Engine:

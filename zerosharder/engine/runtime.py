@@ -85,9 +85,8 @@ class Runtime:
 
     def guarded(self, what: str, unit: str, operation: Callable[[], T]) -> T:
         """Runs ``operation``; a transport error comes out as the exception that names who was missing."""
-        self.waiting = (
-            f"{what} of unit {unit or '(root)'!r}" if unit or what in ("gather", "reduce") else what
-        )
+        of_unit = bool(unit) or what in ("gather", "reduce")  # the root unit has no name
+        self.waiting = f"{what} of unit {unit or '(root)'!r}" if of_unit else what
         try:
             result = operation()
         except RuntimeError as error:

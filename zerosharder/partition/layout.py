@@ -62,11 +62,6 @@ class ParamLayout:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
 
-    @property
-    def row_numel(self) -> int:
-        """Elements of one row."""
-        return math.prod(self.shape[1:])
-
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of what ``rank`` holds: its rows, or everything if the parameter is replicated."""
         if self.replicated:
@@ -81,6 +76,8 @@ class ParamLayout:
 
     def first_row(self, rank: int) -> int:
         """The first row that ``rank`` holds."""
+        if self.replicated:
+            return 0
         return min(rank * -(-self.shape[0] // len(self.valid)), self.shape[0])
 
     def start_of(self, rank: int) -> int:
