@@ -95,7 +95,7 @@ def test_padding_is_small(seed, world):
     """At most one short row chunk, a page for each direct parameter, and a line here and there."""
     params, layout = _case(seed, world)
     needed = sum(-(-p.numel // world) for p in layout.params)
-    row = sum(p.row_numel for p in layout.params if p.shape)
+    row = sum(math.prod(p.shape[1:]) for p in layout.params if p.shape)
     assert layout.shard_numel <= needed + row + (len(params) + 1) * PAGE_ELEMENTS
     small = [p for p in layout.params if not p.direct]
     if len(small) == len(params):  # packed chunks lie back to back
