@@ -223,7 +223,7 @@ def test_delays_and_poison_change_no_bit(habit: str, reshard: str, prefetch: str
     expected = _undisturbed(habit, "fp32")
     with disturbed(seed=1) as done:
         found = _run(habit, zs.Config(reshard=reshard, prefetch=prefetch))
-    assert done["delays"] > 10 * STEPS and done["poisoned"] > 5 * STEPS
+    assert done["delays"] > 10 * STEPS and done["poisoned"] > 2 * STEPS
     assert all(bool(t.isfinite().all()) for t in expected)
     assert_same(found, expected)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from zerosharder.engine.backward import BackwardWalk
 from zerosharder.engine.runtime import Runtime
@@ -61,6 +62,7 @@ class Engine:
         typical = sorted(unit.nbytes for unit in units if unit.nbytes)
         self.prefetch_limit = wanted if wanted is not None else typical[len(typical) // 2] if typical else 0
         self._by_param = {id(p.sharded): unit for unit in units for p in unit.params}
+        self._leaves = {id(p.leaf) for unit in units for p in unit.params}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Engine:
         raise StateError(
@@ -107,9 +109,13 @@ class Engine:
             args, kwargs = cast_floats((args, kwargs), dtype)
         return frame, args, kwargs
 
-    def leave(self, frame: Frame, output: Any) -> None:
-        """After the forward: hooks its outputs, frees what is not needed until the backward."""
-        tensors = [t for t in find_tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
+    def leave(self, frame: Frame, output: Any) -> Any:
+        """After the forward: hooks its outputs, frees what is not needed until the backward; returns the output."""
+        found = list(find_tensors(output))
+        if any(isinstance(t, nn.Parameter) for t in found):
+            output = self._without_leaves(output)
+            found = list(find_tensors(output))
+        tensors = [t for t in found if t.requires_grad] if torch.is_grad_enabled() else []
         last = self._end_calls(frame, bool(tensors))
         if last is not None:
             alive = self._alive
@@ -122,6 +128,11 @@ class Engine:
         self._frames.pop()
         if not self._frames:
             self._end_pass()
+        return output
+
+    def _without_leaves(self, output: Any) -> Any:
+        """A returned weight would read NaN once its unit is freed: a view in its place keeps the slot as it is."""
+        return tree_map_only(nn.Parameter, lambda p: p.view_as(p) if id(p) in self._leaves else p, output)
 
     def abandon(self, frame: Frame) -> None:
         """An exception leaves the forward: no collective is issued or waited for, it must come out at once."""

@@ -106,8 +106,7 @@ def _wrapped(engine: Engine, units: list[Unit], method: Callable[..., Any]) -> C
         except BaseException:
             engine.abandon(frame)
             raise
-        engine.leave(frame, output)
-        return output
+        return engine.leave(frame, output)
 
     # The engine's bookkeeping is not for the compiler; what it calls is (torch.compile reads this attribute).
     forward._torchdynamo_disable = True  # type: ignore[attr-defined]
