@@ -246,6 +246,7 @@ class Unit:
             compute_waits(runtime.reduce_lane.mark())
             runtime.guarded("reduce", self.name, pending.release)
             runtime.pool.release(reduction.packed)
+            reduction.parts.clear()  # whole gradients: kept until they are published, they would add up
         self._unpublished += [(bucket, reduction) for bucket, reduction, _ in self._reductions]
         self._reductions = []
         runtime.counters.exposed_reduce += runtime.log.add("reduce_wait", self.name, begin)
