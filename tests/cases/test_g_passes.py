@@ -19,6 +19,7 @@ import zerosharder as zs
 from zerosharder import errors as zs_errors
 
 BOUND = 1e-6
+RESHARD = pytest.mark.parametrize("reshard", ["auto", "always", "never"])
 
 
 # -- G2: two forwards, one backward, checkpoints around sharded children --
@@ -58,7 +59,7 @@ def _preferences(model: nn.Module, step: int) -> Tensor:
     return -nn.functional.logsigmoid(chosen - rejected)
 
 
-@pytest.mark.parametrize("reshard", ["auto", "always", "never"])
+@RESHARD
 @pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
 @pytest.mark.parametrize("mode", ["off", "plain", "reentrant"])
 @distributed(world=2)
@@ -308,7 +309,7 @@ def test_g5_encode_without_registration() -> None:
 # -- G6: passes that stop half way --
 
 
-@pytest.mark.parametrize("reshard", ["auto", "always", "never"])
+@RESHARD
 @distributed(world=2)
 def test_g6_forward_without_backward(reshard: str) -> None:
     plain = tiny.gpt()
@@ -400,6 +401,46 @@ def test_g6_exception_then_reset(where: str) -> None:
 
 def _mlp_loss(model: nn.Module, step: int) -> Tensor:
     return model(tiny.features(step)).square().mean()
+
+
+@RESHARD
+@distributed(world=2)
+def test_g6_weights_changed_while_a_pass_is_open(reshard: str) -> None:
+    """A step between a forward whose backward never comes and the next forward: that one sees the new weights."""
+    plain = tiny.mlp()
+    by_hand = tiny.sgd(plain)
+    wrapped = reference_ddp(plain)
+    model = tiny.mlp()
+    optimizer = tiny.sgd(model)
+    zs.shard(model, optimizer, config=zs.Config(reshard=reshard))
+    _mlp_loss(wrapped, 0).backward()
+    _mlp_loss(model, 0).backward()
+    kept = _mlp_loss(model, 1)
+    by_hand.step()
+    optimizer.step()
+    assert_same(_mlp_loss(model, 2), _mlp_loss(plain, 2), what="after the step")
+    with torch.no_grad():
+        assert_same(_mlp_loss(model, 3), _mlp_loss(plain, 3), what="without gradients")
+        for net in (plain, model):
+            for p in net.parameters():
+                p.mul_(0.5)  # by hand, without an optimizer
+    assert_same(_mlp_loss(model, 2), _mlp_loss(plain, 2), what="after a change by hand")
+    del kept
+
+
+@RESHARD
+@distributed(world=2)
+def test_g6_weights_changed_under_no_sync(reshard: str) -> None:
+    """reshard=never keeps weights gathered from one micro batch to the next, but not changed ones."""
+    plain, model = tiny.mlp(), tiny.mlp()
+    zs.shard(model, config=zs.Config(reshard=reshard))
+    with zs.no_sync(model):
+        _mlp_loss(model, 0).backward()
+        with torch.no_grad():
+            for net in (plain, model):
+                for p in net.parameters():
+                    p.mul_(0.5)
+        assert_same(_mlp_loss(model, 2), _mlp_loss(plain, 2))
 
 
 @distributed(world=2)

@@ -1,9 +1,9 @@
 """Invariants 1 to 5 and 7 of the design, under random delays and poisoned memory.
 
-Each rank sleeps at random before and after every message and every exchange of a slot, with seeds of its own; a slot
-is filled with NaN when it is given back and again when it is lent. Whatever reads memory too early, too late, or
-after it was given away then reads NaN; whatever depends on timing takes another order. Twenty steps must give the
-bits of an undisturbed run.
+Each rank sleeps at random before and after every message and every exchange of a slot, with seeds of its own; what it
+sends is read from memory late, by another thread; a slot is filled with NaN when it is given back and again when it is
+lent. Whatever reads memory too early, too late, or after it was given away then reads NaN; whatever depends on timing
+takes another order. Twenty steps must give the bits of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import random
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import tiny
@@ -29,6 +30,33 @@ from zerosharder.engine.collectives import PairwiseExchange, _Exchange
 from zerosharder.engine.slots import Slot, SlotPool
 
 STEPS = 20
+SENDERS = 64  # threads; more than messages of a unit, so that the oldest message is never behind others
+
+
+class _Late:
+    """A message that a thread sends; what `dist.Work` is to the engine."""
+
+    def __init__(self, sent: Future[None]) -> None:
+        self.wait = sent.result
+
+
+class _LateGroup:
+    """A process group whose messages read their buffer some time after `send` has returned."""
+
+    def __init__(self, group: dist.ProcessGroup, senders: ThreadPoolExecutor, rng: random.Random) -> None:
+        self._group, self._senders, self._rng = group, senders, rng
+        self.recv = group.recv
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> object:
+        if self._rng.random() < 0.5:
+            return self._group.send(tensors, peer, tag)
+        seconds = self._rng.random() * 3e-3
+
+        def send() -> None:
+            time.sleep(seconds)
+            self._group.send(tensors, peer, tag).wait()
+
+        return _Late(self._senders.submit(send))
 
 
 @contextlib.contextmanager
@@ -56,13 +84,31 @@ def disturbed(seed: int, seconds: float = 1.5e-3, poison: bool = True) -> Iterat
 
         setattr(owner, name, delayed)
 
+    def send_late(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+        saved.append((owner, name, original))
+
+        @functools.wraps(original)
+        def through_late_group(self: PairwiseExchange, *args: object) -> object:
+            attribute = f"_{name}_group"
+            group = getattr(self, attribute)
+            setattr(self, attribute, _LateGroup(group, senders, rng))
+            try:
+                return original(self, *args)
+            finally:
+                setattr(self, attribute, group)
+
+        setattr(owner, name, through_late_group)
+
     def fill(slot: Slot) -> None:
         if not slot.is_referenced:  # somebody else's view must stay readable
             slot.tensor.fill_(0xFF)  # NaN in fp32, bf16 and fp16
             done["poisoned"] += 1
 
+    senders = ThreadPoolExecutor(SENDERS)
     for name in ("gather", "reduce"):
         delay(PairwiseExchange, name)
+        send_late(PairwiseExchange, name)
     for name in ("wait", "release"):
         delay(_Exchange, name)
     acquire, release = SlotPool.acquire, SlotPool.release
@@ -88,6 +134,7 @@ def disturbed(seed: int, seconds: float = 1.5e-3, poison: bool = True) -> Iterat
     finally:
         for owner, name, original in reversed(saved):
             setattr(owner, name, original)
+        senders.shutdown()
 
 
 # -- models with a habit --

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerosharder.engine.collectives import GatherPart, ReducePart
+from zerosharder.engine.compiler import uncompiled
 from zerosharder.engine.runtime import Runtime
 from zerosharder.engine.slots import Slot
 from zerosharder.offload.memory import flat_buffer
@@ -350,9 +351,10 @@ class Bucket:
         local = _with_own_storage(local)
         placements = runtime.replicated if layout.replicated else runtime.placements
         whole = torch.empty(layout.shape, device="meta")
-        return DTensor.from_local(
-            local, runtime.mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        with uncompiled():
+            return DTensor.from_local(
+                local, runtime.mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+            )
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:

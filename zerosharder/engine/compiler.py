@@ -7,6 +7,7 @@ turn (the user's forwards) is compiled as usual.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -28,6 +29,16 @@ def hide_from_compiler() -> None:
         if name == package or name.startswith(package + "."):
             for code in _codes(vars(module), name):
                 skip_code(code)
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, torch.compile leaves functions of torch alone too; those it has no business with in a recomputation."""
+    before = eval_frame.set_eval_frame(None)
+    try:
+        yield
+    finally:
+        eval_frame.set_eval_frame(before)
 
 
 def _skip_code() -> Callable[[types.CodeType], None]:
