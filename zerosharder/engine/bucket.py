@@ -177,7 +177,8 @@ class Bucket:
 
     def fill_own(self, views: _SlotViews) -> None:
         """Copies this rank's chunks (cast to the compute dtype) to where they are sent from and read."""
-        torch._foreach_copy_(views.own, self._own_sources())
+        if views.own:  # empty where all parameters are
+            torch._foreach_copy_(views.own, self._own_sources())
 
     def make_views(self, raw: torch.Tensor) -> _SlotViews:
         """Views of ``raw``, uint8 [gathered_nbytes]; see partition/layout.py for the offsets."""

@@ -56,7 +56,7 @@ class Pass:
         self.first.setdefault(unit, call)
         return call
 
-    def end(self, call: Call, differentiable: bool, recomputed: bool) -> None:
+    def end(self, call: Call, differentiable: bool, recomputed: bool = False) -> None:
         """Records that ``call`` is over."""
         call.end = len(self.events)
         call.differentiable = differentiable or recomputed

@@ -12,12 +12,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerosharder.errors import OptimizerError
 from zerosharder.observe.log import log
 from zerosharder.optim.flat import step_over_flat_shards
 from zerosharder.optim.shards import FlatShard, ShardedParam
+
+# torch's own limits, found by its errors in the middle of a step; here they are said before the first.
+NOT_ON_SHARDS: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.LBFGS: "it joins all gradients into one vector, of which a rank has its rows only",
+    torch.optim.Rprop: "torch has no in-place indexing of DTensors",
+    torch.optim.Adafactor: "torch has no in-place power of a partial norm of DTensors",
+}
 
 
 class Adoption:
@@ -44,6 +52,12 @@ class Adoption:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise OptimizerError(
                 f"shard() takes a torch.optim.Optimizer as its second argument, got {type(optimizer).__name__}"
+            )
+        kind = type(optimizer)
+        if kind in NOT_ON_SHARDS and any(isinstance(p, DTensor) for _, p in self._replaced.values()):
+            raise OptimizerError(
+                f"{kind.__name__} cannot step on sharded parameters: {NOT_ON_SHARDS[kind]}. AdamW, Adam, SGD, Adagrad, "
+                "RMSprop, Muon and other optimizers whose steps torch supports on DTensors can"
             )
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if params and not any(id(p) in self._replaced or id(p) in self._known for p in params):
