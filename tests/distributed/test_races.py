@@ -263,7 +263,7 @@ def _undisturbed(habit: str, dtype: str) -> list[Tensor]:
     return _run(habit, zs.Config(prefetch=0, param_dtype=dtype))
 
 
-@pytest.mark.parametrize(("reshard", "prefetch"), [("always", "auto"), ("auto", "1GB"), ("never", "64KiB")])
+@pytest.mark.parametrize(("reshard", "prefetch"), [("always", "auto"), ("auto", "1GB")])
 @pytest.mark.parametrize("habit", list(HABITS))
 @distributed(world=2)
 def test_delays_and_poison_change_no_bit(habit: str, reshard: str, prefetch: str) -> None:
@@ -289,9 +289,8 @@ def test_delays_and_poison_in_bf16(habit: str) -> None:
 def test_delays_and_poison_on_three_ranks(habit: str) -> None:
     """With three ranks messages of one pair overtake those of another."""
     expected = _undisturbed(habit, "fp32")
-    for seed in (3, 4):
-        with disturbed(seed):
-            assert_same(_run(habit, zs.Config(prefetch="1GB")), expected, what=f"seed {seed}")
+    with disturbed(seed=3):
+        assert_same(_run(habit, zs.Config(reshard="never", prefetch="1GB")), expected)
 
 
 @distributed(world=4)
