@@ -6,31 +6,31 @@ import atexit
 import contextlib
 import functools
 import weakref
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerosharder.config import Config
+from zerosharder.config import settings as config_fields
+from zerosharder.engine.agreement import Request
 from zerosharder.engine.build import Built, build_units, flatten_resident, move_rest, sync_buffers
 from zerosharder.engine.compiler import hide_from_compiler
 from zerosharder.engine.engine import Engine
-from zerosharder.engine.groups import World, join_world
+from zerosharder.engine.groups import World, join_job, join_world
 from zerosharder.engine.hooks import accept_full_state_dicts, install, wrap_method
 from zerosharder.engine.materialize import has_meta, materialize_buffers
 from zerosharder.engine.runtime import Runtime
 from zerosharder.engine.stats import snapshot
-from zerosharder.errors import DesyncError, ShardError, StateError
+from zerosharder.errors import ShardError, StateError
 from zerosharder.observe.counters import Stats
 from zerosharder.observe.events import write_trace
 from zerosharder.observe.log import configure, log
 from zerosharder.offload.memory import return_free_memory
-from zerosharder.optim.adopt import Adoption
+from zerosharder.optim.adopt import Adoption, check_optimizer, describe_optimizer, parameter_names
 from zerosharder.partition.select import (
     ParamUse,
     UnitPlan,
@@ -45,6 +45,8 @@ M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 _ATTRIBUTE = "_zerosharder"
+# Settings that only concern the process itself may differ between ranks.
+_OF_ALL_RANKS = [name for name in config_fields() if name not in ("cpu_threads", "trace", "log")]
 _live: weakref.WeakSet[Sharding] = weakref.WeakSet()
 
 
@@ -116,51 +118,79 @@ def shard(
     Method: ZeRO stage 3 (Rajbhandari et al., 2020, arXiv 1910.02054); gathered units in persistent slots and a
     backward that replays the recorded forward are described in docs/design.md.
     """
-    if not isinstance(model, nn.Module):
-        raise ShardError(f"shard() takes a torch.nn.Module, got {type(model).__name__}")
     settings = Config.resolve(config)
+    configure(settings.log)
+    party = join_job(settings, mesh)
     ignored = list(ignored_params)
     request = f"{settings} mesh={mesh} units={units!r} ignored={len(ignored)}"
-    known = getattr(model, _ATTRIBUTE, None)
+
+    def prepare() -> tuple[tuple[list[ParamUse], list[UnitPlan]], Request]:
+        """All that can be refused is refused here, before anything is changed and before the ranks communicate."""
+        known = _known(model)
+        if known is None:
+            uses, plans = _plan(model, units, ignored)
+            names = parameter_names(model)
+        elif optimizer is None or (request != known.request and (config or mesh or units or ignored)):
+            raise ShardError(
+                f"{type(model).__name__} is already sharded. A second shard(model, optimizer) with the same settings "
+                f"adopts an optimizer; it was sharded with: {known.request}; now: {request}"
+            )
+        else:
+            uses, plans, names = [], [], known.adoption.names(model)
+        if optimizer is not None:
+            check_optimizer(optimizer, names, is_sharded=party is not None)
+        return (uses, plans), {
+            "settings": [f"{name}={getattr(settings, name)}" for name in _OF_ALL_RANKS],
+            "dimensions in mesh=": [str(size) for size in mesh.shape] if mesh is not None else [],
+            "units": [plan.name for plan in plans],
+            "parameters": [f"{u.name} {tuple(u.param.shape)} {u.param.dtype} {_trains(u)}" for u in uses],
+            "entries for the optimizer": describe_optimizer(optimizer, names),
+        }
+
+    if party is None:
+        (uses, plans), _ = prepare()
+    else:
+        uses, plans = party.agree("shard()", settings.timeout, prepare)
+    known = _known(model)
     if known is None:
-        known = _shard_model(model, settings, mesh, units, ignored, request)
+        world = join_world(settings, mesh, party)
+        known = _shard_model(model, settings, world, uses, plans, ignored, request)
         model.__dict__[_ATTRIBUTE] = known
         model.__dict__["no_sync"] = functools.partial(no_sync, model)
-    elif optimizer is None or (request != known.request and (config or mesh or units or ignored)):
-        raise ShardError(
-            f"{type(model).__name__} is already sharded. A second shard(model, optimizer) with the same settings "
-            f"adopts an optimizer; it was sharded with: {known.request}; now: {request}"
-        )
     if optimizer is None:
         return model
     known.adoption.adopt(optimizer)
     return model, optimizer
 
 
-def _shard_model(
-    model: nn.Module,
-    config: Config,
-    mesh: DeviceMesh | None,
-    units: UnitsArgument,
-    ignored: Sequence[nn.Parameter],
-    request: str,
-) -> Sharding:
-    configure(config.log)
-    uses = find_params(model, ignored)
-    check_shardable(model, uses)
-    inner = next(
-        (name for name, m in model.named_modules() if m is not model and _ATTRIBUTE in m.__dict__), None
-    )
+def _plan(
+    model: nn.Module, units: UnitsArgument, ignored: Sequence[nn.Parameter]
+) -> tuple[list[ParamUse], list[UnitPlan]]:
+    """The parameters of a model that is not sharded yet, and the units they go to."""
+    if not isinstance(model, nn.Module):
+        raise ShardError(f"shard() takes a torch.nn.Module, got {type(model).__name__}")
+    inner = next((name for name, m in model.named_modules() if _ATTRIBUTE in m.__dict__), None)
     if inner is not None:
         raise ShardError(
             f"module {inner!r} of the model is already sharded by zerosharder; shard the whole model once"
         )
-    plans = select_units(model, uses, units)
-    world = join_world(config, mesh)
+    uses = find_params(model, ignored)
+    check_shardable(model, uses, ignored)
+    return uses, select_units(model, uses, units)
+
+
+def _shard_model(
+    model: nn.Module,
+    config: Config,
+    world: World,
+    uses: Sequence[ParamUse],
+    plans: list[UnitPlan],
+    ignored: Sequence[nn.Parameter],
+    request: str,
+) -> Sharding:
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)
     runtime = world.runtime(config)
-    _check_agreement(uses, plans, config, runtime)
     on_meta = has_meta(model)
     casts = any(runtime.compute_dtype(use.param.dtype) != use.param.dtype for use in uses)
     if world.is_one and not casts:
@@ -246,45 +276,20 @@ def trace(path: str | Path) -> None:
     write_trace(target.replace("{rank}", str(rank)), rank, {e.model_name: e.runtime.log for e in engines})
 
 
-def _of(model: nn.Module) -> Sharding:
+def _known(model: nn.Module) -> Sharding | None:
     sharding = getattr(model, _ATTRIBUTE, None)
-    if not isinstance(sharding, Sharding):
+    return sharding if isinstance(sharding, Sharding) else None
+
+
+def _of(model: nn.Module) -> Sharding:
+    sharding = _known(model)
+    if sharding is None:
         raise StateError(f"{type(model).__name__} is not sharded; call zerosharder.shard(model) first")
     return sharding
 
 
-def _check_agreement(
-    uses: Sequence[ParamUse], plans: Sequence[UnitPlan], config: Config, runtime: Runtime
-) -> None:
-    """Raises DesyncError on every rank if ranks were given different models or settings."""
-    group = runtime.control_group
-    if group is None:
-        return
-    params = [f"{u.name} {tuple(u.param.shape)} {u.param.dtype} {u.param.requires_grad}" for u in uses]
-    mine = {
-        "settings": str(config),
-        "units": str([plan.name for plan in plans]),
-        "parameters": [zlib.crc32(line.encode()) for line in params],
-    }
-    everyone: list[dict[str, Any]] = [{}] * group.size()
-    runtime.guarded("shard() of the model", "", lambda: dist.all_gather_object(everyone, mine, group=group))
-    for rank, other in enumerate(everyone):
-        if other == everyone[0]:
-            continue
-        for key in ("settings", "units"):
-            if other[key] != everyone[0][key]:
-                raise DesyncError(
-                    f"rank {rank} shards with {key} {other[key]}, rank 0 with {everyone[0][key]}", (rank,)
-                )
-        ours, theirs = everyone[0]["parameters"], other["parameters"]
-        pairs = enumerate(zip(ours, theirs, strict=False))
-        at = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
-        here = params[at] if at < len(params) else "none"
-        raise DesyncError(
-            f"rank {rank} has {len(theirs)} parameters, rank 0 has {len(ours)}; the first that differs is number {at} "
-            f"(on this rank: {here}): every rank must build the same model",
-            (rank,),
-        )
+def _trains(use: ParamUse) -> str:
+    return "trained" if use.param.requires_grad else "frozen"
 
 
 def _announce(model: nn.Module, plans: Sequence[UnitPlan], world: World, runtime: Runtime) -> None:

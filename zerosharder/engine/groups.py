@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from zerosharder.config import Config, distributed_env
+from zerosharder.engine.agreement import Party, forget_calls
 from zerosharder.engine.collectives import Collectives, GroupCollectives, PairwiseExchange
 from zerosharder.engine.runtime import DTYPES, Runtime
 from zerosharder.engine.slots import SlotPool
@@ -71,8 +72,10 @@ _worlds: dict[object, World] = {}
 _default_group: object = None
 
 
-def join_world(config: Config, mesh: DeviceMesh | None) -> World:
-    """The world of ``mesh``; without one, all ranks of the job, whose process group is initialised if need be.
+def join_job(config: Config, mesh: DeviceMesh | None) -> Party | None:
+    """The ranks that shard together: those of ``mesh``, or all of the job. None if this rank is alone.
+
+    Initialises the job's process group if the launcher left that to us.
 
     Raises:
         EnvironmentSetupError: started by a launcher with a variable missing, or a mesh without a process group.
@@ -93,32 +96,49 @@ def join_world(config: Config, mesh: DeviceMesh | None) -> World:
     if not dist.is_initialized():
         if mesh is not None:
             raise EnvironmentSetupError("mesh= needs a process group; start the script with torchrun")
-        return World(_local_device(), None, None, None, None, None)
-    device = _group_device()
-    if mesh is None:
-        if dist.get_world_size() == 1:
-            return World(device, None, None, None, None, None)
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        return None
     if _default_group is not dist.group.WORLD:
         _worlds.clear()
+        forget_calls()
         _default_group = dist.group.WORLD
+    if mesh is None:
+        ranks = tuple(range(dist.get_world_size()))
+    else:
+        _check_mesh(mesh)
+        ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    if len(ranks) == 1:
+        return None
+    return Party(dist.distributed_c10d._get_default_store(), dist.get_rank(), ranks)
+
+
+def join_world(config: Config, mesh: DeviceMesh | None, party: Party | None) -> World:
+    """The world of ``party``, which agreed on sharding over ``mesh`` (None: one dimension)."""
+    if not dist.is_initialized():
+        return World(_local_device(), None, None, None, None, None)
+    device = _group_device()
+    if party is None:
+        return World(device, None, None, None, None, None)
+    if mesh is None:
+        mesh = init_device_mesh(device.type, (len(party.ranks),))
     key = (mesh, config.timeout)
     if key not in _worlds:
-        _worlds[key] = _make_world(config, mesh, device)
+        _worlds[key] = _make_world(config, mesh, device, party)
     return _worlds[key]
 
 
-def _make_world(config: Config, mesh: DeviceMesh, device: torch.device) -> World:
+def _check_mesh(mesh: DeviceMesh) -> None:
     if mesh.ndim not in (1, 2):
         names = mesh.mesh_dim_names or ""
         raise ShardError(f"mesh= has {mesh.ndim} dimensions {names}: give (shard,) or (replicate, shard)")
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    if mesh.get_coordinate() is None:
         raise ShardError(
             f"rank {dist.get_rank()} is not part of mesh= {mesh}; call shard() on its ranks only"
         )
-    if mesh.size() == 1:
-        return World(device, None, None, None, None, None)
+
+
+def _make_world(config: Config, mesh: DeviceMesh, device: torch.device, party: Party) -> World:
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # _check_mesh
     ranks = mesh.mesh if mesh.ndim == 2 else mesh.mesh.unsqueeze(0)
     row, column = (coordinate[0], coordinate[1]) if mesh.ndim == 2 else (0, coordinate[0])
     timeout = timedelta(seconds=config.timeout)
@@ -130,17 +150,15 @@ def _make_world(config: Config, mesh: DeviceMesh, device: torch.device) -> World
         return made
 
     shard_ranks, replicas = ranks[row].tolist(), ranks[:, column].tolist()
-    control = group(sorted(ranks.flatten().tolist()), "gloo")
+    control = group(list(party.ranks), "gloo")
     shard = (group(shard_ranks), group(shard_ranks)) if len(shard_ranks) > 1 else None
     replicate = group(replicas) if len(replicas) > 1 else None
-    members = sorted(ranks.flatten().tolist())
     columns = {int(member): index % ranks.shape[1] for index, member in enumerate(ranks.flatten().tolist())}
     # The name must be this mesh's on all of its ranks, and on no other's.
     name = f"zerosharder/{'-'.join(map(str, ranks.flatten().tolist()))}/{config.timeout}"
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    watchdog = Watchdog(store, dist.get_rank(), members)
+    watchdog = Watchdog(dist.PrefixStore(name, party.store), party.rank, list(party.ranks))
     return World(
-        device, mesh, shard, replicate, control, watchdog, tuple(columns[member] for member in members)
+        device, mesh, shard, replicate, control, watchdog, tuple(columns[member] for member in party.ranks)
     )
 
 

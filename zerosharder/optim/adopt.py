@@ -7,7 +7,7 @@ parameters inside, and state that earlier steps left, are exchanged for their sh
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,67 @@ NOT_ON_SHARDS: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.Rprop: "torch has no in-place indexing of DTensors",
     torch.optim.Adafactor: "torch has no in-place power of a partial norm of DTensors",
 }
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """The name of each parameter of ``model``, by id; of a tied one its first."""
+    return {id(param): name for name, param in model.named_parameters()}
+
+
+def check_optimizer(optimizer: object, known: Container[int], is_sharded: bool) -> None:
+    """Raises OptimizerError if ``optimizer`` cannot be adopted.
+
+    Args:
+        optimizer: what was given to ``shard()``.
+        known: ids of the model's parameters, before and after sharding.
+        is_sharded: whether the parameters are, or will be, shards: there is more than one rank.
+
+    Raises:
+        OptimizerError: not an optimizer, one that torch cannot run on shards, or one over foreign parameters.
+    """
+    kind = type(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(
+            f"shard() takes a torch.optim.Optimizer as its second argument, got {kind.__name__}"
+        )
+    if kind in NOT_ON_SHARDS and is_sharded:
+        raise OptimizerError(
+            f"{kind.__name__} cannot step on sharded parameters: {NOT_ON_SHARDS[kind]}. AdamW, Adam, SGD, Adagrad, "
+            "RMSprop, Muon and other optimizers whose steps torch supports on DTensors can"
+        )
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if params and not any(id(p) in known for p in params):
+        raise OptimizerError(
+            f"{kind.__name__} holds none of the model's parameters (its first one has shape "
+            f"{tuple(params[0].shape)}); build it from model.parameters() of the model that is sharded"
+        )
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer | None, names: Mapping[int, str]) -> list[str]:
+    """What must be the same on every rank: class, and of each group the scalar settings and the parameters.
+
+    Ranks that step the shards of one parameter differently would ruin the model without an error.
+    """
+    if optimizer is None:
+        return []
+    lines = [type(optimizer).__qualname__]
+    for number, group in enumerate(optimizer.param_groups):
+        settings = {key: _plain(value) for key, value in group.items() if key != "params"}
+        lines += [f"group {number} with {key}={value}" for key, value in sorted(settings.items()) if value]
+        lines += [
+            f"group {number} with {names.get(id(p), 'a parameter of no name')}" for p in group["params"]
+        ]
+    return lines
+
+
+def _plain(value: object) -> str:
+    """Text of a setting that can be compared between ranks; empty for what has an address or a device in its text."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type != "meta":
+        value = value.item()
+    if isinstance(value, tuple | list):
+        parts = [_plain(item) for item in value]
+        return f"({', '.join(parts)})" if all(parts) else ""
+    return repr(value) if value is None or isinstance(value, bool | int | float | str) else ""
 
 
 class Adoption:
@@ -47,25 +108,10 @@ class Adoption:
         """Exchanges parameters and state in place; calling it again changes nothing.
 
         Raises:
-            OptimizerError: not an optimizer, or one that holds none of the model's parameters.
+            OptimizerError: see `check_optimizer`.
         """
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise OptimizerError(
-                f"shard() takes a torch.optim.Optimizer as its second argument, got {type(optimizer).__name__}"
-            )
-        kind = type(optimizer)
-        if kind in NOT_ON_SHARDS and any(isinstance(p, DTensor) for _, p in self._replaced.values()):
-            raise OptimizerError(
-                f"{kind.__name__} cannot step on sharded parameters: {NOT_ON_SHARDS[kind]}. AdamW, Adam, SGD, Adagrad, "
-                "RMSprop, Muon and other optimizers whose steps torch supports on DTensors can"
-            )
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        if params and not any(id(p) in self._replaced or id(p) in self._known for p in params):
-            foreign = params[0]
-            raise OptimizerError(
-                f"{type(optimizer).__name__} holds none of the model's parameters (its first one has shape "
-                f"{tuple(foreign.shape)}); build it from model.parameters() of the model that is sharded"
-            )
+        is_sharded = any(isinstance(new, DTensor) for _, new in self._replaced.values())
+        check_optimizer(optimizer, self._replaced.keys() | self._known, is_sharded)
         for group in optimizer.param_groups:
             group["params"] = [self._new(p) for p in group["params"]]
         for old in list(optimizer.state):
@@ -74,6 +120,11 @@ class Adoption:
                 state = optimizer.state.pop(old)
                 optimizer.state[new] = {key: self._shard_state(new, value) for key, value in state.items()}
         step_over_flat_shards(optimizer, self._owner)
+
+    def names(self, model: nn.Module) -> dict[int, str]:
+        """Names of the model's parameters by id, both of those it has and of those it had."""
+        names = parameter_names(model)
+        return names | {old: names[id(new)] for old, (_, new) in self._replaced.items() if id(new) in names}
 
     def holds_replaced(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether ``optimizer`` still has parameters that ``shard()`` put others in place of."""

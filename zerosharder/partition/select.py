@@ -234,10 +234,8 @@ def _numel(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def check_shardable(model: nn.Module, uses: Sequence[ParamUse]) -> None:
+def check_shardable(model: nn.Module, uses: Sequence[ParamUse], ignored: Iterable[nn.Parameter] = ()) -> None:
     """Raises ShardError for what cannot be sharded, naming the thing and the fix."""
-    if not isinstance(model, nn.Module):
-        raise ShardError(f"shard() takes a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
         kind = type(module).__name__
@@ -245,11 +243,23 @@ def check_shardable(model: nn.Module, uses: Sequence[ParamUse]) -> None:
             raise ShardError(f"{where} is already wrapped by {kind}; shard the module inside it instead")
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             raise ShardError(f"{where} is already sharded by fully_shard (FSDP2); drop one of the two calls")
+    own = {id(p) for p in model.parameters()}
+    foreign = [p for p in ignored if id(p) not in own]
+    if foreign:
+        raise ShardError(
+            f"ignored_params= contains a parameter of shape {tuple(foreign[0].shape)} that the model does not have; "
+            "take them from model.parameters()"
+        )
     if not uses:
         raise ShardError(
             f"{type(model).__name__} has no parameters to shard (all ignored, or none registered)"
         )
     for use in uses:
+        if isinstance(use.param, nn.parameter.UninitializedParameter):
+            raise ShardError(
+                f"parameter {use.name!r} belongs to a lazy module and has no shape yet; run one forward on a small "
+                "batch, or build the module with its sizes, before shard()"
+            )
         if not use.param.is_leaf:
             raise ShardError(
                 f"parameter {use.name!r} is not a leaf (it is the result of {use.param.grad_fn}); "
