@@ -1,4 +1,4 @@
-"""Group A of shared/cases.md: ranks that do not run the same modules, or not the same number of times.
+"""Ranks that do not run the same modules, or not the same number of times.
 
 A rank that leaves its peers' order gets either the right gradients or a DesyncError on every rank, never a hang.
 """

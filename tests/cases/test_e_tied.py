@@ -1,4 +1,4 @@
-"""Group E of shared/cases.md: tied weights, with nothing said about them."""
+"""Tied weights, with nothing said about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Group F of shared/cases.md: frozen parameters, and parameters that get no gradient."""
+"""Frozen parameters, and parameters that get no gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Group H of shared/cases.md: norms and clipping by torch's own function."""
+"""Norms and clipping by torch's own function."""
 
 from __future__ import annotations
 

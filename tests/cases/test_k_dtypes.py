@@ -1,5 +1,7 @@
-"""Group K of shared/cases.md: dtypes that meet in one model. Expected values are computed by hand: mean over ranks in
-fp32, in rank order, then rounded to the dtype of the parameter.
+"""Dtypes that meet in one model.
+
+Expected values are computed by hand: the mean over ranks in fp32, in rank order, then rounded to the dtype of the
+parameter.
 """
 
 from __future__ import annotations
