@@ -39,7 +39,7 @@ def test_losses_over_20_steps_are_those_of_ddp(world: int, optimizer: str) -> No
     expected, weights = under_ddp(optimizer, STEPS)
     losses, found = sharded(optimizer, STEPS)
     assert losses[-1] < 0.95 * losses[0], "it did not train"
-    assert_same(losses, expected, rtol=bound(world), what="losses")
+    assert_same(losses, expected, atol=bound(world), what="losses")
     if world == 2:
         assert_same(found, weights, what="weights")
 
