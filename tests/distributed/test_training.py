@@ -33,15 +33,25 @@ def test_gradients_are_those_of_ddp(world: int, tied: bool) -> None:
                 p.grad = None
 
 
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@distributed(world=SIZES)
-def test_losses_over_20_steps_are_those_of_ddp(world: int, optimizer: str) -> None:
+def _assert_losses_of_ddp(world: int, optimizer: str) -> None:
     expected, weights = under_ddp(optimizer, STEPS)
     losses, found = sharded(optimizer, STEPS)
     assert losses[-1] < 0.95 * losses[0], "it did not train"
     assert_same(losses, expected, atol=bound(world), what="losses")
     if world == 2:
         assert_same(found, weights, what="weights")
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@distributed(world=2)
+def test_losses_over_20_steps_are_those_of_ddp(optimizer: str) -> None:
+    _assert_losses_of_ddp(2, optimizer)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd_momentum", "adamw"])
+@distributed(world=(3, 4))
+def test_losses_over_20_steps_are_those_of_ddp_on_more_ranks(world: int, optimizer: str) -> None:
+    _assert_losses_of_ddp(world, optimizer)
 
 
 @distributed(world=SIZES)
@@ -89,7 +99,7 @@ def _of_default_settings() -> tuple[list[Tensor], dict[str, Tensor]]:
 @distributed(world=3)
 def test_settings_do_not_change_a_bit_at_three_ranks(reshard: str) -> None:
     expected, weights = _of_default_settings()
-    for prefetch in PREFETCH:
+    for prefetch in ("0", "64KiB"):
         config = zs.Config(reshard=reshard, prefetch=prefetch)
         losses, found = sharded("sgd_momentum", 4, config, tied=True)
         assert_same(losses, expected, what=f"losses with prefetch {prefetch}")
