@@ -375,3 +375,15 @@ def test_a_rank_never_holds_more_than_its_shard_and_one_unit(world: int) -> None
     slack = 64 * 1024 + (DEPTH + 1) * 8192  # alignment of each flat buffer, messages
     assert live.peak <= shard + unit + unit / world + slack < 0.8 * total, (live.peak, shard, unit)
     assert shard <= live.now <= shard + slack, (live.now, shard)
+
+
+@distributed(world=2)
+def test_whole_parameters_of_a_model_with_values_are_given_back() -> None:
+    """Also those that somebody keeps."""
+    with LiveBytes() as live:
+        model = tiny.MLP(WIDE, DEPTH)
+        kept = list(model.parameters())
+        zs.shard(model, torch.optim.AdamW(kept))
+    total = sum(4 * p.numel() for p in model.parameters())
+    assert total / 2 <= live.now <= 0.7 * total < live.peak, (live.now, live.peak, total)
+    assert len(kept) == 2 * (DEPTH + 1)
