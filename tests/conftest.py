@@ -15,14 +15,14 @@ if str(TESTS) not in sys.path:
 if importlib.util.find_spec("zerosharder") is None:  # not installed: take the checkout
     sys.path.insert(1, str(TESTS.parent))
 
-import harness  # noqa: E402
+from harness import pool, processes, protocol  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _worker_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    harness.use_folder(tmp_path_factory.mktemp("distributed"))
+    processes.use_folder(tmp_path_factory.mktemp("distributed"))
     yield
-    harness.shutdown()
+    pool.shutdown()
 
 
 def _world(item: pytest.Item) -> int:
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if harness.notes:
+    if protocol.notes:
         terminalreporter.section("notes of distributed tests")
-        for line in harness.notes:
+        for line in protocol.notes:
             terminalreporter.write_line(line)

@@ -1,4 +1,4 @@
-"""Group B of shared/cases.md: accumulation, aliasing and replicas never change a gradient."""
+"""Accumulation, aliasing and replicas never change a gradient."""
 
 from __future__ import annotations
 

@@ -1,17 +1,21 @@
-"""Group F of shared/cases.md: frozen parameters, and parameters that get no gradient."""
+"""Frozen parameters, and parameters that get no gradient."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
+import torch.distributed.checkpoint as dcp
 from harness import distributed
 from parity import assert_same, full_grads, full_params, reference_ddp
 from tiny import Reference
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 import zerosharder as zs
@@ -56,6 +60,29 @@ def test_f1_frozen_parameters_stay(what: str, given: str) -> None:
             assert param.grad is None and param not in optimizer.state
     state = model.state_dict()
     assert list(state) == list(plain.state_dict()), "frozen parameters are in the state dict too"
+
+
+@distributed(world=2)
+def test_f1_frozen_weights_come_back_from_a_checkpoint_of_torch(tmp_path: Path) -> None:
+    """torch.distributed.checkpoint, into a model of another seed; training goes on as if nothing had happened."""
+
+    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = _freeze(tiny.GPT(tied=True), "every second")
+        optimizer = tiny.adamw(model)
+        return zs.shard(model, optimizer)
+
+    model, optimizer = build(1)
+    tiny.train(model, optimizer, 2)
+    names = ("model", "optimizer")
+    dcp.save(dict(zip(names, get_state_dict(model, optimizer), strict=True)), checkpoint_id=tmp_path)
+    expected = tiny.train(model, optimizer, 2, first=2)
+    other, its = build(2)
+    state = dict(zip(names, get_state_dict(other, its), strict=True))
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_state_dict(other, its, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    assert_same(tiny.train(other, its, 2, first=2), expected, what="losses")
+    assert_same(full_params(other), full_params(model), what="weights")
 
 
 @distributed(world=2)
@@ -237,6 +264,27 @@ def test_f7_used_late(optimizer: str) -> None:
                 # torch's fused kernel rounds the last elements of a tensor otherwise than those before them.
                 bound = BOUND if optimizer == "adamw_fused" else 0.0
                 assert_same(whole, ref[key], rtol=bound, what=key)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd_momentum"])
+@distributed(world=2)
+def test_f7_saved_and_loaded_before_the_first_use(optimizer: str) -> None:
+    """A parameter without state is none in the state dicts, and begins after the load as without it."""
+    loss_of = functools.partial(_loss, everything=lambda step: step >= 3)
+    plain = _unused()
+    expected = tiny.train(reference_ddp(plain), tiny.OPTIMIZERS[optimizer](plain.parameters()), 6, loss_of)
+    saved: list[dict] = []
+    for first in (0, 3):
+        torch.manual_seed(2 + first)
+        model = Unused()
+        adopted = tiny.OPTIMIZERS[optimizer](model.parameters())
+        zs.shard(model, adopted)
+        for part, state in zip((model, adopted), saved, strict=bool(saved)):
+            part.load_state_dict(state)
+        losses = tiny.train(model, adopted, 3, loss_of, first=first)
+        assert_same(losses, expected[first : first + 3], what=f"losses from step {first}")
+        saved = copy.deepcopy([model.state_dict(), adopted.state_dict()])
+    assert_same(full_params(model), full_params(plain), what="weights")
 
 
 @distributed(world=2)

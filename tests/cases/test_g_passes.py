@@ -1,4 +1,4 @@
-"""Group G of shared/cases.md: several forwards before a backward, other entry points, passes that stop half way."""
+"""Several forwards before a backward, other entry points, passes that stop half way."""
 
 from __future__ import annotations
 

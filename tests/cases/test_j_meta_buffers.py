@@ -1,4 +1,4 @@
-"""Group J of shared/cases.md: buffers that ``__init__`` computes, in models built on the meta device.
+"""Buffers that ``__init__`` computes, in models built on the meta device.
 
 Every rank ends with the values of an eager build, or every rank is told by name which buffers nobody can compute.
 """

@@ -1,4 +1,4 @@
-"""Group L of shared/cases.md: shapes and strides that do not divide, and messages of odd lengths."""
+"""Shapes and strides that do not divide, and messages of odd lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Group M: the user's optimizer, groups and scheduler stay theirs; other optimizers work or say why."""
+"""The user's optimizer, groups and scheduler stay theirs; other optimizers work or say why."""
 
 from __future__ import annotations
 

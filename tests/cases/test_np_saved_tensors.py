@@ -1,4 +1,4 @@
-"""Group N-P of shared/cases.md (P1 without our own activation offload): other people's saved-tensor hooks.
+"""Saved-tensor hooks of other people.
 
 Activation offloading of torch and its likes keeps what autograd saved somewhere else, views of gathered weights
 included. Whatever it does and however late, the gradients are those of a run without it.

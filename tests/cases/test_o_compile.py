@@ -1,4 +1,4 @@
-"""Group O of shared/cases.md: torch.compile and sharding, in either order. The same bits as eager, no recompilation."""
+"""torch.compile and sharding, in either order. The same bits as eager, no recompilation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Group R of shared/cases.md: contexts that are always valid, settings that act or raise, errors that arrive."""
+"""Contexts that are always valid, settings that act or raise, errors that arrive."""
 
 from __future__ import annotations
 

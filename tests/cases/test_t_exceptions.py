@@ -1,4 +1,4 @@
-"""Group T of shared/cases.md: an exception in the middle of a step, with gathers in flight, and the step after it.
+"""An exception in the middle of a step, with gathers in flight, and the step after it.
 
 After ``zs.reset`` training goes on exactly as in a run that skipped the batch, and nothing is left over.
 """

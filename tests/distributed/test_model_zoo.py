@@ -16,6 +16,7 @@ from harness import distributed, note
 from parity import assert_same, average_grads, full_params, is_bitwise, reference_ddp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from zoo.architecture import Architecture
 
 STEPS = 3
 BOUND = 1e-6  # relative to the largest magnitude in each tensor
@@ -48,7 +49,7 @@ def test_architecture_with_activation_checkpointing(name: str) -> None:
     _compare(dataclasses.replace(zoo.ZOO[name], make=checkpointed, ddp=False))
 
 
-def _compare(arch: zoo.Architecture) -> None:
+def _compare(arch: Architecture) -> None:
     import zerosharder as zs
 
     start = time.perf_counter()
@@ -87,7 +88,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _train(
-    arch: zoo.Architecture, model: nn.Module, optimizer: torch.optim.Optimizer, average: bool = False
+    arch: Architecture, model: nn.Module, optimizer: torch.optim.Optimizer, average: bool = False
 ) -> list[Tensor]:
     """The loss of each step on this rank."""
     torch.manual_seed(1)

@@ -8,12 +8,12 @@ import signal
 import time
 from pathlib import Path
 
-import harness
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from harness import DistributedFailure, distributed, in_fresh_process, run_distributed
+from harness import distributed, in_fresh_process, pool, processes, run_distributed
+from harness.report import DistributedFailure
 
 # -- bodies that misbehave, called through run_distributed --
 
@@ -39,6 +39,11 @@ def _rank_one_never_joins() -> None:
 def _sleep_forever() -> None:
     while True:
         time.sleep(60)
+
+
+def _rank_one_skips() -> None:
+    if dist.get_rank() == 1:
+        pytest.skip("rank 1 has no such thing")
 
 
 def _rank_one_is_killed() -> None:
@@ -84,7 +89,7 @@ def _setting() -> str | None:
 
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(pool, "GRACE_SECONDS", 1.0)
 
 
 # -- tests --
@@ -119,10 +124,9 @@ class TestMethod:
         assert isinstance(self, TestMethod) and dist.get_world_size() == 2
 
 
-@distributed(world=2)
 def test_skip_is_forwarded() -> None:
-    if dist.get_rank() == 1:
-        pytest.skip("skipping from a rank is what this test is about")
+    with pytest.raises(pytest.skip.Exception, match="rank 1 has no such thing"):
+        run_distributed(_rank_one_skips, 2)
 
 
 @distributed(world=2, env={"ZEROSHARDER_PREFETCH": "0"})
@@ -161,9 +165,7 @@ def test_failing_rank_is_reported_with_its_traceback(short_grace: None) -> None:
     assert "test_harness.py::_rank_one_raises on 2 ranks: rank 1 failed" in report
     assert "assert expected == found" in report and "assert 3 == 4" in report
     assert "rank 0 was still running; its stacks" in report and "barrier" in report
-    assert "harness.py" not in report.split("-- rank 1 failed")[1].replace("test_harness.py", ""), (
-        "the traceback begins in the test"
-    )
+    assert "worker.py" not in report.split("-- rank 1 failed")[1], "the traceback begins in the test"
     assert run_distributed(_rank, 2) == [0, 1]
 
 
@@ -227,14 +229,14 @@ def test_few_pools_are_alive(monkeypatch: pytest.MonkeyPatch) -> None:
         def close(self) -> None:
             closed.append(self.world)
 
-    monkeypatch.setattr(harness, "_pools", {})
-    monkeypatch.setattr(harness, "_Pool", Pool)
+    monkeypatch.setattr(pool, "_pools", {})
+    monkeypatch.setattr(pool, "Pool", Pool)
     for world in (1, 2, 4, 4, 2, 5, 3):
-        harness._pool(world)
+        pool.pool_of(world)
     assert closed == [4, 1], "4 for 5, the other large one; 1 for 3, as the longest unused"
-    harness._pool(2).worn = True  # left too much behind
-    harness._pool(2)
-    assert closed == [4, 1, 2] and list(harness._pools) == [5, 3, 2]
+    pool.pool_of(2).worn = True  # left too much behind
+    pool.pool_of(2)
+    assert closed == [4, 1, 2] and list(pool._pools) == [5, 3, 2]
 
 
 def test_fresh_process_is_alone() -> None:
@@ -280,7 +282,7 @@ def test_fresh_process_that_hangs_is_ended() -> None:
 
 
 def test_torchrun_that_hangs_is_ended_with_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "_root", tmp_path)
+    monkeypatch.setattr(processes, "_root", tmp_path)
     with pytest.raises(DistributedFailure, match="had not finished after"):
         in_fresh_process(_HANGS, nproc=2, timeout=6)
     commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
