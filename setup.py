@@ -50,7 +50,9 @@ class OptionalBuildExt(build_ext):
         if not off("ZEROSHARDER_BUILD_URING"):
             link = self.uring_link_args()
             if link is None:
-                print("liburing was not found: file I/O will use threads only. See docs/io.md.", file=sys.stderr)
+                print(
+                    "liburing was not found: file I/O will use threads only. See docs/io.md.", file=sys.stderr
+                )
             else:
                 ext.define_macros.append(("ZEROSHARDER_HAVE_LIBURING", "1"))
                 ext.extra_link_args.extend(link)
@@ -63,7 +65,9 @@ class OptionalBuildExt(build_ext):
             for link in URING_LIBRARIES:
                 try:
                     objects = self.compiler.compile([str(source)], output_dir="/", extra_postargs=["-fPIC"])
-                    self.compiler.link_shared_object(objects, str(Path(folder) / "probe.so"), extra_postargs=link)
+                    self.compiler.link_shared_object(
+                        objects, str(Path(folder) / "probe.so"), extra_postargs=link
+                    )
                 except (CompileError, LinkError):
                     continue
                 return link
