@@ -100,18 +100,18 @@ class Workers {
   const std::shared_ptr<FaultSource> faults_;
 };
 
-EngineOptions with_defaults(EngineOptions options) {
+EngineOptions checked(EngineOptions options) {
   if (options.depth == 0) options.depth = kDefaultThreads;
+  if (options.depth > kMaxThreads) {
+    throw std::invalid_argument("at most " + std::to_string(kMaxThreads) + " threads, not " +
+                                std::to_string(options.depth));
+  }
   return options;
 }
 
 class ThreadEngine final : public Engine {
  public:
-  explicit ThreadEngine(EngineOptions options) : Engine(with_defaults(std::move(options))), workers_(options_) {
-    if (options_.depth > kMaxThreads) {
-      throw std::invalid_argument("at most " + std::to_string(kMaxThreads) + " threads, not " +
-                                  std::to_string(options_.depth));
-    }
+  explicit ThreadEngine(EngineOptions options) : Engine(checked(std::move(options))), workers_(options_) {
     try {
       for (std::size_t i = 0; i < options_.depth; ++i) threads_.emplace_back([this] { loop(); });
     } catch (...) {

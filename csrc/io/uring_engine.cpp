@@ -169,20 +169,20 @@ struct Slot {
   bool cancelling = false;
 };
 
-EngineOptions with_defaults(EngineOptions options) {
+EngineOptions checked(EngineOptions options) {
   if (options.depth == 0) options.depth = kDefaultDepth;
+  if (options.depth > kMaxDepth) {
+    throw std::invalid_argument("at most " + std::to_string(kMaxDepth) + " requests, not " +
+                                std::to_string(options.depth));
+  }
   return options;
 }
 
 class UringEngine final : public Engine {
  public:
-  explicit UringEngine(EngineOptions options) : Engine(with_defaults(std::move(options))) {
-    if (options_.depth > kMaxDepth) {
-      throw std::invalid_argument("at most " + std::to_string(kMaxDepth) + " requests, not " +
-                                  std::to_string(options_.depth));
-    }
-    // Room for every part, a cancellation of each, and the read of the eventfd.
-    shared_ = std::make_unique<Shared>(static_cast<unsigned>(2 * options_.depth + 2));
+  // Room in the ring for every part, a cancellation of each, and the read of the eventfd.
+  explicit UringEngine(EngineOptions options)
+      : Engine(checked(std::move(options))), shared_(static_cast<unsigned>(2 * options_.depth + 2)) {
     check_operations();
     slots_.resize(options_.depth);
     for (std::size_t i = options_.depth; i > 0; --i) free_slots_.push_back(i - 1);
@@ -193,42 +193,55 @@ class UringEngine final : public Engine {
 
   void cancel(const std::shared_ptr<Transfer>& transfer) override {
     transfer->stop(ECANCELED);
-    if (!transfer->finished()) wake();
+    const std::lock_guard<std::mutex> lock(shared_.mutex);
+    wake();
   }
 
-  int register_memory(void* data, std::size_t nbytes) override { return shared_->memory.add(data, nbytes); }
-  void withdraw_memory(void* data) override { shared_->memory.remove(data); }
+  int register_memory(void* data, std::size_t nbytes) override {
+    const std::lock_guard<std::mutex> lock(shared_.mutex);
+    return shared_.memory ? shared_.memory->add(data, nbytes) : ESHUTDOWN;
+  }
+
+  void withdraw_memory(void* data) override {
+    const std::lock_guard<std::mutex> lock(shared_.mutex);
+    if (shared_.memory) shared_.memory->remove(data);
+  }
 
   const char* name() const noexcept override { return "io_uring"; }
 
  protected:
   void shut_down() override {
     {
-      const std::lock_guard<std::mutex> lock(shared_->mutex);
-      shared_->closing = true;
+      const std::lock_guard<std::mutex> lock(shared_.mutex);
+      shared_.closing = true;
+      wake();
     }
-    wake();
     driver_.join();
+    // Those who still hold the engine, such as futures nobody has asked, must not keep descriptors open.
+    const std::lock_guard<std::mutex> lock(shared_.mutex);
+    shared_.memory.reset();
+    shared_.ring.reset();
+    shared_.wake_fd = Descriptor();
   }
 
   void enqueue(const std::shared_ptr<Transfer>& transfer) override {
-    {
-      const std::lock_guard<std::mutex> lock(shared_->mutex);
-      if (shared_->closing) throw transfer->make_error(ESHUTDOWN, 0, "the I/O engine is closed");
-      if (shared_->broken != 0) throw transfer->make_error(shared_->broken, 0, "the ring broke down");
-      shared_->incoming.push_back(transfer);
-    }
+    const std::lock_guard<std::mutex> lock(shared_.mutex);
+    if (shared_.closing) throw transfer->make_error(ESHUTDOWN, 0, "the I/O engine is closed");
+    if (shared_.broken != 0) throw transfer->make_error(shared_.broken, 0, "the ring broke down");
+    shared_.incoming.push_back(transfer);
     wake();
   }
 
  private:
   struct Shared {
-    explicit Shared(unsigned entries)
-        : ring(entries, "io_uring_setup"), memory(ring.get()), wake_fd(::eventfd(0, EFD_CLOEXEC)) {
+    explicit Shared(unsigned entries) : wake_fd(::eventfd(0, EFD_CLOEXEC)) {
       if (!wake_fd) throw std::system_error(errno, std::generic_category(), "eventfd");
+      ring.emplace(entries, "io_uring_setup");
+      memory.emplace(ring->get());
     }
-    Ring ring;
-    RegisteredMemory memory;
+    // The driver uses these without the lock: they are there from its beginning to its end.
+    std::optional<Ring> ring;
+    std::optional<RegisteredMemory> memory;
     Descriptor wake_fd;
     std::mutex mutex;
     std::deque<std::shared_ptr<Transfer>> incoming;
@@ -237,7 +250,7 @@ class UringEngine final : public Engine {
   };
 
   void check_operations() {
-    io_uring_probe* probe = ::io_uring_get_probe_ring(shared_->ring.get());
+    io_uring_probe* probe = ::io_uring_get_probe_ring(shared_.ring->get());
     bool complete = probe != nullptr;
     for (const int op :
          {IORING_OP_READ, IORING_OP_WRITE, IORING_OP_READ_FIXED, IORING_OP_WRITE_FIXED, IORING_OP_ASYNC_CANCEL}) {
@@ -250,10 +263,12 @@ class UringEngine final : public Engine {
     }
   }
 
+  // With the lock held; does nothing once the engine is closed.
   void wake() {
+    if (!shared_.wake_fd) return;
     const std::uint64_t one = 1;
     // It can only fail for a counter at its maximum, and then the driver has been woken.
-    ssize_t ignored = ::write(shared_->wake_fd.get(), &one, sizeof one);
+    ssize_t ignored = ::write(shared_.wake_fd.get(), &one, sizeof one);
     (void)ignored;
   }
 
@@ -271,10 +286,10 @@ class UringEngine final : public Engine {
   }
 
   bool take_incoming() {
-    const std::lock_guard<std::mutex> lock(shared_->mutex);
-    queue_.insert(queue_.end(), shared_->incoming.begin(), shared_->incoming.end());
-    shared_->incoming.clear();
-    return shared_->closing;
+    const std::lock_guard<std::mutex> lock(shared_.mutex);
+    queue_.insert(queue_.end(), shared_.incoming.begin(), shared_.incoming.end());
+    shared_.incoming.clear();
+    return shared_.closing;
   }
 
   // Ends what was cancelled or is too late: queued transfers at once, parts in the kernel by asking for it.
@@ -297,7 +312,7 @@ class UringEngine final : public Engine {
       if (!slot.in_kernel) {
         waiting_.erase(std::find(waiting_.begin(), waiting_.end(), i));
         leave(i);
-      } else if (io_uring_sqe* entry = ::io_uring_get_sqe(shared_->ring.get())) {
+      } else if (io_uring_sqe* entry = ::io_uring_get_sqe(shared_.ring->get())) {
         ::io_uring_prep_cancel64(entry, i, 0);
         ::io_uring_sqe_set_data64(entry, kNobody);
         slot.cancelling = true;
@@ -363,12 +378,12 @@ class UringEngine final : public Engine {
       if (request.kind == Kind::kWrite) std::memcpy(bounce_data(slot), memory, slot.piece.nbytes);
       memory = bounce_data(slot);
     }
-    io_uring_sqe* entry = ::io_uring_get_sqe(shared_->ring.get());
+    io_uring_sqe* entry = ::io_uring_get_sqe(shared_.ring->get());
     if (entry == nullptr) return false;
     const int fd = request.file->fd(slot.piece.route);
     const auto length = static_cast<unsigned>(slot.piece.nbytes);
     // Registered pages help direct transfers; the page cache copies anyway.
-    const int number = slot.piece.route == Route::kDirect ? shared_->memory.find(memory, slot.piece.nbytes) : -1;
+    const int number = slot.piece.route == Route::kDirect ? shared_.memory->find(memory, slot.piece.nbytes) : -1;
     if (request.kind == Kind::kRead) {
       if (number >= 0) {
         ::io_uring_prep_read_fixed(entry, fd, memory, length, offset, number);
@@ -440,10 +455,10 @@ class UringEngine final : public Engine {
 
   // Submits, sleeps until something is done or due, and takes what is done.
   void wait_and_reap() {
-    io_uring* ring = shared_->ring.get();
+    io_uring* ring = shared_.ring->get();
     if (!wake_armed_) {
       if (io_uring_sqe* entry = ::io_uring_get_sqe(ring)) {
-        ::io_uring_prep_read(entry, shared_->wake_fd.get(), &wake_count_, sizeof wake_count_, 0);
+        ::io_uring_prep_read(entry, shared_.wake_fd.get(), &wake_count_, sizeof wake_count_, 0);
         ::io_uring_sqe_set_data64(entry, kWake);
         wake_armed_ = true;
       }
@@ -523,14 +538,14 @@ class UringEngine final : public Engine {
   // submission. What the kernel has already stays in flight until it answers: it may still write to that memory.
   void give_up(int code) {
     {
-      const std::lock_guard<std::mutex> lock(shared_->mutex);
-      shared_->broken = code;
+      const std::lock_guard<std::mutex> lock(shared_.mutex);
+      shared_.broken = code;
     }
     for (const auto& transfer : queue_) transfer->fail(code, transfer->issued());
     for (const std::size_t index : waiting_) slots_[index].transfer->fail(code, slots_[index].part.at);
   }
 
-  std::unique_ptr<Shared> shared_;
+  Shared shared_;
   std::thread driver_;
 
   std::deque<std::shared_ptr<Transfer>> queue_;  // transfers with parts that have no slot

@@ -296,7 +296,8 @@ class _Fio:
         ]
         result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
         if result.returncode != 0:
-            raise OSError(f"fio: {(result.stderr or result.stdout).strip()[-300:]}")
+            said = (result.stderr + result.stdout.partition("{")[0]).split()
+            raise OSError(" ".join(["fio:", *said])[:300])
         job = json.loads(result.stdout[result.stdout.index("{") :])["jobs"][0]
         seconds = self._nbytes / job[direction]["bw_bytes"]
         return seconds, (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds
