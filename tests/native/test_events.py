@@ -18,7 +18,10 @@ def test_events_come_out_as_they_went_in():
     assert ring.push("read", 5, 100, begin, begin + 7)
     assert ring.push("step", -1, 2**40, begin + 7, begin + 9)
     me = threading.get_native_id()
-    assert ring.drain() == [("read", 5, 100, begin, begin + 7, me), ("step", -1, 2**40, begin + 7, begin + 9, me)]
+    assert ring.drain() == [
+        ("read", 5, 100, begin, begin + 7, me),
+        ("step", -1, 2**40, begin + 7, begin + 9, me),
+    ]
     assert ring.drain() == [] and ring.dropped == 0
     with pytest.raises(ValueError, match="no such kind of event: nonsense"):
         ring.push("nonsense", 0, 0, 0, 0)
