@@ -445,11 +445,13 @@ class UringEngine final : public Engine {
     slot = Slot{};
     free_slots_.push_back(index);
     --transfer->in_flight;
-    if (!transfer->issued_all() && transfer->stop_code() != 0) {
+    // Asked once: a deadline that passes between two questions would leave a concluded transfer in the queue.
+    const bool stopped = transfer->stop_code() != 0;
+    if (stopped && !transfer->issued_all()) {
       const auto found = std::find(queue_.begin(), queue_.end(), transfer);
       if (found != queue_.end()) queue_.erase(found);
     }
-    const bool over = transfer->issued_all() || transfer->stop_code() != 0;
+    const bool over = stopped || transfer->issued_all();
     if (over && transfer->in_flight == 0) conclude(*transfer);
   }
 

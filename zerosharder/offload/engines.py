@@ -56,12 +56,8 @@ def open_engine(
     """
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend must be auto, {' or '.join(BACKENDS)}, not {backend!r}")
-    if backend != "auto":
-        try:
-            return _open(backend, depth, block, events)
-        except OSError as error:
-            raise OSError(error.errno, _reason(backend, error)) from None
-    for name in BACKENDS[:-1]:
+    names = BACKENDS if backend == "auto" else (backend,)
+    for name in names[:-1]:
         try:
             return _open(name, depth, block, events)
         except OSError as error:
@@ -69,7 +65,10 @@ def open_engine(
             if reason not in _reported:
                 _reported.add(reason)
                 log.warning("file I/O goes on without %s: %s", name, reason)
-    return _open(BACKENDS[-1], depth, block, events)
+    try:
+        return _open(names[-1], depth, block, events)
+    except OSError as error:
+        raise OSError(error.errno, _reason(names[-1], error)) from None
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
