@@ -108,10 +108,10 @@ def test_those_behind_one_who_gives_up_are_served():
             served.append(True)
 
     threads = [threading.Thread(target=give_up), threading.Thread(target=wait)]
-    for count, thread in enumerate(threads, 1):
-        thread.start()
-        while pool.waiting < count and thread.is_alive():
-            pass
+    threads[0].start()
+    while pool.waiting == 0 and threads[0].is_alive():
+        pass
+    threads[1].start()
     threads[0].join(timeout=60)
     slot.release()
     threads[1].join(timeout=60)
