@@ -3,13 +3,14 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
+SOURCES := $(shell find csrc tests/native -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test lint types format wheel clean help
+.PHONY: demo test sanitize lint types format wheel clean help
 
 help:
 	@echo "make demo    train a small language model on two sharded ranks"
 	@echo "make test    run the tests (ARGS='-k name' narrows them down)"
+	@echo "make sanitize  run the native parts under the address, undefined-behaviour and thread sanitizers"
 	@echo "make lint    ruff and clang-format, checking only"
 	@echo "make types   mypy"
 	@echo "make format  let ruff and clang-format rewrite the files"
@@ -25,6 +26,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests $(ARGS)
+
+sanitize:
+	scripts/sanitize.sh
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

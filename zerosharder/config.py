@@ -48,7 +48,7 @@ ReshardPolicy = Literal["auto", "always", "never"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 # Known to setup.py only. Harmless when still exported at run time, so not an "unknown name" there.
-BUILD_VARIABLES = frozenset({"ZEROSHARDER_BUILD_EXT"})
+BUILD_VARIABLES = frozenset({"ZEROSHARDER_BUILD_EXT", "ZEROSHARDER_BUILD_URING"})
 
 _NO_TIER = "this release has no host or NVMe tier yet, only 'none' can be honoured"
 

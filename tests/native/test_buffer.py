@@ -109,3 +109,46 @@ def test_other_threads_run_while_populating():
         stop.set()
         thread.join()
     assert sum(begin < tick < end for tick in ticks) >= 3
+
+
+def vm_locked() -> int:
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmLck:"))
+
+
+def test_counters_follow_what_is_mapped():
+    before = _C.memory_counters()
+    buffer = _C.Buffer(3 * HUGE + 1)
+    held = _C.memory_counters()["held"] - before["held"]
+    assert held == 3 * HUGE + _C.PAGE
+    assert _C.memory_counters()["peak"] >= before["held"] + held
+    del buffer
+    after = _C.memory_counters()
+    assert after["held"] == before["held"] and after["peak"] >= before["held"] + held
+
+
+def test_locked():
+    """The kernel and the counter agree; a buffer that may not be locked is pageable, with the reason."""
+    before, counted = vm_locked(), _C.memory_counters()["locked"]
+    buffer = _C.Buffer(HUGE + 1, lock=True)
+    if buffer.locked:
+        assert buffer.lock_error == 0
+        assert vm_locked() - before == _C.memory_counters()["locked"] - counted == HUGE + _C.PAGE
+        with pytest.raises(OSError, match="releasing the pages"):
+            buffer.release_pages()
+    else:
+        assert buffer.lock_error in (errno.ENOMEM, errno.EPERM, errno.EAGAIN)
+    memoryview(buffer)[-1] = 1
+    del buffer
+    assert vm_locked() == before and _C.memory_counters()["locked"] == counted
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_touching_by_several_threads(threads):
+    """Every page is there afterwards, whatever the split."""
+    nbytes = 61 * HUGE + 5
+    process = psutil.Process()
+    before = process.memory_info().rss
+    buffer = _C.Buffer(nbytes, huge=True, populate=True, threads=threads)
+    assert process.memory_info().rss - before > 0.98 * nbytes
+    assert not np.frombuffer(buffer, dtype=np.uint8)[::4096].any()

@@ -53,9 +53,12 @@ def test_doctor_as_text(capsys):
         "cores",
         "memory",
         "cgroup limit",
+        "to be had",
+        "to be locked",
         "huge pages",
         "extension",
         "backends",
+        "file I/O",
     ):
         assert f"\n{label} " in "\n" + text
     assert "ready:" in text
@@ -82,31 +85,6 @@ def test_doctor_fails_on_settings_that_shard_would_refuse(monkeypatch, capsys):
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "problem: ZEROSHARDER_PREFETCHES" in text and "ready:" not in text
-
-
-def test_cgroup_limit_is_the_smallest_on_the_way_up(tmp_path):
-    membership = tmp_path / "cgroup"
-    membership.write_text("0::/outer/inner\n")
-    inner = tmp_path / "v2" / "outer" / "inner"
-    inner.mkdir(parents=True)
-    (inner / "memory.max").write_text("max\n")
-    assert doctor.cgroup_memory_limit(tmp_path / "v2", membership) is None
-    (inner.parent / "memory.max").write_text("1000\n")
-    assert doctor.cgroup_memory_limit(tmp_path / "v2", membership) == 1000
-    (inner / "memory.max").write_text("2000\n")
-    assert doctor.cgroup_memory_limit(tmp_path / "v2", membership) == 1000
-
-
-def test_cgroup_limit_of_the_first_version_and_in_a_container(tmp_path):
-    membership = tmp_path / "cgroup"
-    membership.write_text("5:cpu,cpuacct:/x\n4:memory:/the/path/on/the/host\n")
-    mount = tmp_path / "v1" / "memory"
-    mount.mkdir(parents=True)
-    (mount / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert doctor.cgroup_memory_limit(tmp_path / "v1", membership) is None
-    (mount / "memory.limit_in_bytes").write_text("4096\n")
-    assert doctor.cgroup_memory_limit(tmp_path / "v1", membership) == 4096
-    assert doctor.cgroup_memory_limit(tmp_path / "v1", tmp_path / "absent") is None
 
 
 def test_wrong_commands_show_the_usage(capsys):

@@ -24,6 +24,7 @@ FEATURES = [
     "hsdp",
     "meta_models",
     "full_params",
+    "io",
     "debugging",
 ]
 SKELETON = ["What", "Usage", "How it works", "Interactions", "Limitations"]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-from pathlib import Path, PurePosixPath
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,15 +17,19 @@ import torch.distributed as dist
 
 from zerosharder.config import Config, distributed_env
 from zerosharder.errors import ZerosharderError
-from zerosharder.offload import memory
+from zerosharder.offload import engines, memory
+from zerosharder.offload.limits import cgroup_memory_limit, lock_budget, memory_budget
 
 MIN_TORCH = (2, 6)
-_CGROUPS = Path("/sys/fs/cgroup")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def collect() -> dict[str, Any]:
-    """Return the facts as JSON-ready values; `problems` and `notes` are lists of sentences."""
+def collect(folders: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the facts as JSON-ready values; `problems` and `notes` are lists of sentences.
+
+    Args:
+        folders: where NVMe offload would put its files. A small file is made in each and removed.
+    """
     notes: list[str] = []
     problems: list[str] = []
 
@@ -39,6 +46,26 @@ def collect() -> dict[str, Any]:
             "Transparent huge pages are off: the first touch of large buffers is several times slower. To "
             f"turn them on, as root: echo madvise > {_HUGE_PAGES}"
         )
+    io_backends = engines.backends()
+    # Without the extension there is one reason for all, and it was given above.
+    if extension:
+        notes += [f"No file I/O by {name}: {why}." for name, why in io_backends.items() if why is not None]
+    memory_left = memory_budget()
+    lock_left = lock_budget(memory_left)
+    if lock_left.limit == "RLIMIT_MEMLOCK":
+        notes.append(
+            f"Only {_gib(lock_left.nbytes)} of memory can be locked (RLIMIT_MEMLOCK), the rest stays pageable. To lift "
+            "the limit: ulimit -l unlimited, or --ulimit memlock=-1 for a container."
+        )
+    inspected = [inspect_folder(folder) for folder in folders]
+    for facts in inspected:
+        if facts["error"] is not None:
+            problems.append(f"{facts['path']} cannot hold files: {facts['error']}.")
+        elif not facts["direct"]:
+            notes.append(
+                f"{facts['path']} is used through the page cache, not with O_DIRECT ({facts['reason']}): slower, and "
+                "the cache competes for memory. Choose a folder on a local ext4 or xfs."
+            )
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < MIN_TORCH:
         problems.append(f"torch {torch.__version__} is too old, 2.6 or newer is needed.")
@@ -66,10 +93,16 @@ def collect() -> dict[str, Any]:
             "total_bytes": psutil.virtual_memory().total,
             "available_bytes": psutil.virtual_memory().available,
             "cgroup_limit_bytes": cgroup_memory_limit(),
+            "budget_bytes": memory_left.nbytes,
+            "budget_limit": memory_left.limit,
+            "lockable_bytes": lock_left.nbytes,
+            "lockable_limit": lock_left.limit,
         },
         "huge_pages": huge_pages,
         "extension": extension,
         "process_group_backends": backends,
+        "io_backends": io_backends,
+        "folders": inspected,
         "notes": notes,
         "problems": problems,
     }
@@ -95,10 +128,17 @@ def as_text(facts: dict[str, Any]) -> str:
         ),
         ("memory", f"{_gib(mem['total_bytes'])}, {_gib(mem['available_bytes'])} available"),
         ("cgroup limit", "none" if limit is None else _gib(limit)),
+        ("to be had", f"{_gib(mem['budget_bytes'])} ({mem['budget_limit']})"),
+        ("to be locked", f"{_gib(mem['lockable_bytes'])} ({mem['lockable_limit']})"),
         ("huge pages", facts["huge_pages"] or "not supported by this kernel"),
         ("extension", "present" if facts["extension"] else "missing"),
         ("backends", ", ".join(facts["process_group_backends"]) or "none"),
+        ("file I/O", ", ".join(name for name, why in facts["io_backends"].items() if why is None) or "none"),
     ]
+    for folder in facts["folders"]:
+        if folder["error"] is None:
+            way = "O_DIRECT" if folder["direct"] else f"page cache ({folder['reason']})"
+            rows.append(("folder", f"{folder['path']}: {_gib(folder['free_bytes'])} free, {way}"))
     lines = [f"{label:<13} {value}" for label, value in rows]
     lines += [f"note: {text}" for text in facts["notes"]]
     lines += [f"problem: {text}" for text in facts["problems"]]
@@ -107,36 +147,27 @@ def as_text(facts: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def cgroup_memory_limit(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Return the smallest memory limit in bytes of the control groups this process is in, None without one.
-
-    A limit of any ancestor counts, so the path is walked up to the root. Both versions of the interface are
-    read.
-    """
+def inspect_folder(folder: str) -> dict[str, Any]:
+    """Return what file I/O finds in `folder`: free bytes, O_DIRECT or why not, and an error if it is of no use."""
+    facts: dict[str, Any] = {
+        "path": folder,
+        "free_bytes": None,
+        "direct": False,
+        "reason": None,
+        "error": None,
+    }
     try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return None
-    limits = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, name = root, "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = root / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        inside = PurePosixPath(path.lstrip("/"))
-        # In a container the path may be the host's and not exist here; its parents lead to the mount point.
-        for folder in (inside, *inside.parents):
-            try:
-                text = (base / folder / name).read_text().strip()
-            except OSError:
-                continue
-            # Version 1 writes "no limit" as a number close to 2**63.
-            if text.isdigit() and int(text) < 2**60:
-                limits.append(int(text))
-    return min(limits, default=None)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="zerosharder-doctor-") as file:
+            facts["free_bytes"] = shutil.disk_usage(folder).free
+            if not memory.extension_present():
+                facts["reason"] = "needs the extension"
+                return facts
+            with memory.native().File(file.name, write=True) as opened:
+                facts["direct"] = opened.direct
+                facts["reason"] = opened.why_not_direct or None
+    except OSError as error:
+        facts["error"] = str(error)
+    return facts
 
 
 def _selected(path: Path) -> str | None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from zerosharder.cli import doctor, settings_page
+from zerosharder.cli import bench, doctor, settings_page
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,12 +20,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         "doctor", help="show what this machine offers, what is missing, and what that costs"
     )
     command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    command.add_argument(
+        "--folder",
+        action="append",
+        default=[],
+        help="a folder for NVMe offload: show its free space and whether O_DIRECT works; may be repeated",
+    )
+    bench.add_arguments(
+        commands.add_parser("bench", help="measure a part of zerosharder beside what else there is")
+    )
     commands.add_parser("settings", help="print the reference page of all settings (Markdown)")
 
     arguments = parser.parse_args(argv)
     if arguments.command == "doctor":
-        facts = doctor.collect()
+        facts = doctor.collect(arguments.folder)
         sys.stdout.write(doctor.as_json(facts) if arguments.json else doctor.as_text(facts))
         return 1 if facts["problems"] else 0
+    if arguments.command == "bench":
+        return bench.run(arguments)
     sys.stdout.write(settings_page.render())
     return 0

@@ -39,7 +39,8 @@ being ignored.
 _BUILD = """\
 ## When building
 
-`ZEROSHARDER_BUILD_EXT=0` makes `pip install` leave the native extension out. It has no effect at run time.
+`ZEROSHARDER_BUILD_EXT=0` makes `pip install` leave the native extension out. `ZEROSHARDER_BUILD_URING=0` makes
+it leave out io_uring although liburing is there. They have no effect at run time.
 """
 
 

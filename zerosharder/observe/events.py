@@ -11,6 +11,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zerosharder import _C
 
 # Old events fall out: a log must not be what a long run dies of (about 100 bytes an event).
 CAPACITY = 100_000
@@ -20,7 +24,9 @@ CAPACITY = 100_000
 class Event:
     """One thing that happened. Times are seconds of ``time.perf_counter``."""
 
-    kind: str  # gather, wait, free, reduce, reduce_wait, pass, backward
+    kind: (
+        str  # gather, wait, free, reduce, reduce_wait, pass, backward; read, write, step from native threads
+    )
     unit: str
     begin: float
     end: float
@@ -28,7 +34,7 @@ class Event:
 
 
 class EventLog:
-    """A bounded list of events of one engine on this rank, in order of their ends."""
+    """A bounded list of events of one engine on this rank, in order of their ends (drained ones: when drained)."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._events: deque[Event] = deque(maxlen=capacity)
@@ -38,6 +44,17 @@ class EventLog:
         end = time.perf_counter()
         self._events.append(Event(kind, unit, begin, end, nbytes))
         return end - begin
+
+    def drain(self, ring: _C.EventRing, units: Mapping[int, str]) -> int:
+        """Takes over what native threads recorded; returns how many events the ring has lost so far.
+
+        Args:
+            ring: its times are of the same clock. Call often enough that it does not overflow.
+            units: names of the ring's unit numbers; a number without a name becomes text.
+        """
+        for kind, unit, nbytes, begin, end, _ in ring.drain():
+            self._events.append(Event(kind, units.get(unit, str(unit)), begin / 1e9, end / 1e9, nbytes))
+        return ring.dropped
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self._events)

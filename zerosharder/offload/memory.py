@@ -5,19 +5,34 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+import os
 import sys
+from typing import Any
 
 import torch
+
+from zerosharder.errors import ZerosharderError
+from zerosharder.observe.log import log
+from zerosharder.offload.limits import lock_budget
 
 try:
     from zerosharder import _C
 except ImportError:  # no compiler at install time, see `python -m zerosharder doctor`
     _C = None  # type: ignore[assignment]
 
-__all__ = ["HUGE_PAGE_BYTES", "extension_present", "flat_buffer", "host_buffer", "return_free_memory"]
+__all__ = [
+    "HUGE_PAGE_BYTES",
+    "extension_present",
+    "flat_buffer",
+    "host_buffer",
+    "native",
+    "return_free_memory",
+    "staging_pool",
+]
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
+_refused_to_lock = False  # said once in a process
 
 
 def extension_present() -> bool:
@@ -25,12 +40,28 @@ def extension_present() -> bool:
     return _C is not None
 
 
-def host_buffer(nbytes: int, *, populate: bool = False) -> torch.Tensor:
+def native() -> Any:
+    """Return the module `zerosharder._C`.
+
+    Raises:
+        ZerosharderError: it was not built here; the message says how to get it.
+    """
+    if _C is None:
+        raise ZerosharderError(
+            "This needs the native extension zerosharder._C, which was not built here. Install a C++17 compiler and "
+            "the Python headers, and reinstall."
+        )
+    return _C
+
+
+def host_buffer(nbytes: int, *, populate: bool = False, lock: bool = False) -> torch.Tensor:
     """Return zeroed host memory as a tensor.
 
     Args:
         nbytes: size in bytes, at least 1.
         populate: touch every page now. Otherwise the first write to a page pays for it.
+        lock: lock the pages into RAM, which touches them, too. Where that is refused the memory is pageable, and a
+            warning, once in a process, names the limit.
 
     Returns:
         uint8 tensor [nbytes]. It starts on a 2 MiB boundary and asks for huge pages if it is that long, else
@@ -45,10 +76,33 @@ def host_buffer(nbytes: int, *, populate: bool = False) -> torch.Tensor:
     if nbytes <= 0:
         raise ValueError(f"nbytes must be at least 1, got {nbytes}")
     if _C is None:
-        return _mmap_buffer(nbytes, populate=populate)
-    buffer = _C.Buffer(nbytes, huge=nbytes >= HUGE_PAGE_BYTES, populate=populate)
+        if lock:
+            _report_pageable(nbytes, "the native extension is missing")
+        return _mmap_buffer(nbytes, populate=populate or lock)
+    buffer = _C.Buffer(nbytes, huge=nbytes >= HUGE_PAGE_BYTES, populate=populate, lock=lock)
+    if buffer.lock_error:
+        _report_pageable(nbytes, os.strerror(buffer.lock_error))
     # frombuffer makes the storage hold a reference to the buffer object.
     return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def staging_pool(slot_bytes: int, count: int, *, lock: bool = False) -> _C.SlotPool:
+    """Return a pool of equal slots for data on its way; one that is empty makes its users wait.
+
+    Args:
+        slot_bytes: bytes of one slot, at least 1.
+        count: number of slots, at least 1.
+        lock: as for `host_buffer`.
+
+    Raises:
+        ValueError: a size below 1.
+        OSError: the kernel refused the memory.
+        ZerosharderError: the native extension is missing.
+    """
+    pool: _C.SlotPool = native().SlotPool(slot_bytes, count, lock=lock)
+    if pool.lock_error:
+        _report_pageable(pool.nbytes, os.strerror(pool.lock_error))
+    return pool
 
 
 def flat_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -66,6 +120,22 @@ def return_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def _report_pageable(nbytes: int, reason: str) -> None:
+    global _refused_to_lock
+    if _refused_to_lock:
+        return
+    _refused_to_lock = True
+    budget = lock_budget()
+    log.warning(
+        "%d bytes of host memory stay pageable, they could not be locked: %s. The limit is %s, which leaves %d bytes; "
+        "to raise it: ulimit -l unlimited (or --ulimit memlock=-1 for a container).",
+        nbytes,
+        reason,
+        budget.limit,
+        budget.nbytes,
+    )
 
 
 def _mmap_buffer(nbytes: int, *, populate: bool) -> torch.Tensor:

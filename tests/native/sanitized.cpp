@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Drives the native parts from several threads, without Python: built and run with sanitizers by `make sanitize`,
+// which find what no result shows (races, leaks, reads of freed memory). It compares with a model all the same.
+//
+//   sanitized FOLDER      exit status 0 if all went well
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "io/engine.h"
+#include "io/faults.h"
+#include "io/file.h"
+#include "memory/buffer.h"
+#include "memory/slot_pool.h"
+#include "observe/event_ring.h"
+
+using namespace zerosharder;
+using namespace zerosharder::io;
+using std::chrono::milliseconds;
+
+namespace {
+
+void check(bool condition, const char* what) {
+  if (!condition) throw std::runtime_error(what);
+}
+
+using Make = std::unique_ptr<Engine> (*)(EngineOptions);
+
+std::shared_ptr<File> open_file(const std::string& folder, bool direct) {
+  File::Options options;
+  options.write = options.create = options.truncate = true;
+  options.direct = direct;
+  return std::make_shared<File>(folder + "/sanitized.bin", options);
+}
+
+Request request(const std::shared_ptr<File>& file, Kind kind, std::uint64_t offset, void* data,
+                std::size_t nbytes) {
+  Request made;
+  made.file = file;
+  made.kind = kind;
+  made.offset = offset;
+  made.data = static_cast<unsigned char*>(data);
+  made.nbytes = nbytes;
+  return made;
+}
+
+void wait(Transfer& transfer) {
+  check(transfer.wait_until(Clock::now() + std::chrono::seconds(120)), "a transfer never ends");
+}
+
+void finish(Transfer& transfer) {
+  wait(transfer);
+  if (const auto error = transfer.error()) throw IoError(*error);
+}
+
+// Several threads use one engine, each on a stretch of the file of its own; every read is compared with a model.
+void several_users(Make make, const std::string& folder, bool direct, bool faulty) {
+  constexpr std::size_t kStretch = 300'000;
+  constexpr int kUsers = 3;
+  EngineOptions options;
+  options.block = 16384;
+  options.depth = 3;
+  options.events = std::make_shared<EventRing>(64);
+  if (faulty) {
+    RandomFaults::Options chances;
+    chances.again = 0.1;
+    chances.cut = 0.3;
+    options.faults = std::make_shared<RandomFaults>(chances);
+  }
+  const auto file = open_file(folder, direct);
+  file->reserve(kUsers * kStretch);
+  const auto engine = make(options);
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> users;
+  for (int user = 0; user < kUsers; ++user) {
+    users.emplace_back([&, user] {
+      try {
+        std::mt19937 random(static_cast<unsigned>(user));
+        std::vector<unsigned char> model(kStretch, 0);
+        std::vector<unsigned char> data(kStretch + 1);
+        for (int i = 0; i < 40; ++i) {
+          const std::size_t begin = random() % kStretch;
+          const std::size_t nbytes = random() % (kStretch - begin + 1);
+          unsigned char* memory = data.data() + random() % 2;
+          const std::uint64_t offset = static_cast<std::uint64_t>(user) * kStretch + begin;
+          if (random() % 2 == 0) {
+            for (std::size_t j = 0; j < nbytes; ++j) memory[j] = static_cast<unsigned char>(random());
+            finish(*engine->submit(request(file, Kind::kWrite, offset, memory, nbytes)));
+            std::copy(memory, memory + nbytes, model.begin() + static_cast<std::ptrdiff_t>(begin));
+          } else {
+            finish(*engine->submit(request(file, Kind::kRead, offset, memory, nbytes)));
+            if (nbytes != 0 && std::memcmp(memory, model.data() + begin, nbytes) != 0) ++wrong;
+          }
+        }
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "user %d: %s\n", user, error.what());
+        ++wrong;
+      }
+    });
+  }
+  Event event;
+  for (int i = 0; i < 100; ++i) {
+    while (options.events->pop(event)) {
+    }
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  for (std::thread& user : users) user.join();
+  check(wrong == 0, "a read gave other bytes than were written, or failed");
+}
+
+// Requests are cancelled from another thread, end at deadlines, or are left in flight when the engine closes.
+void early_ends(Make make, const std::string& folder) {
+  const auto file = open_file(folder, true);
+  Buffer buffer(std::size_t{4} << 20, {true, true, false, 2});
+  std::memset(buffer.data(), 7, buffer.nbytes());
+  for (int round = 0; round < 10; ++round) {
+    EngineOptions options;
+    options.block = 64 << 10;
+    options.depth = 4;
+    RandomFaults::Options chances;
+    chances.seed = static_cast<std::uint64_t>(round);
+    chances.again = 0.1;
+    chances.delay = std::chrono::microseconds(round * 50);
+    options.faults = std::make_shared<RandomFaults>(chances);
+    auto engine = make(options);
+    engine->register_memory(buffer.data(), buffer.nbytes());
+    std::vector<std::shared_ptr<Transfer>> transfers;
+    for (int i = 0; i < 6; ++i) {
+      Request made = request(file, Kind::kWrite, 0, buffer.data(), buffer.nbytes());
+      if (i % 3 == 1) made.deadline = Clock::now() + std::chrono::microseconds(500);
+      transfers.push_back(engine->submit(std::move(made)));
+    }
+    std::thread other([&] {
+      for (std::size_t i = 0; i < transfers.size(); i += 3) engine->cancel(transfers[i]);
+    });
+    std::thread third([&] { engine->cancel(transfers[3]); });
+    if (round % 2 == 0) finish(*transfers[2]);
+    other.join();
+    third.join();
+    engine->close();
+    for (const auto& transfer : transfers) {
+      wait(*transfer);
+      const auto error = transfer->error();
+      const int code = error ? error->code().value() : 0;
+      check(code == 0 || code == ECANCELED || code == ETIMEDOUT, "ended with an unexpected errno");
+    }
+    bool refused = false;
+    try {
+      engine->submit(request(file, Kind::kRead, 0, buffer.data(), 1));
+    } catch (const IoError& error) {
+      refused = error.code().value() == ESHUTDOWN;
+    }
+    check(refused, "a closed engine took a request");
+  }
+}
+
+void staging() {
+  const auto pool = SlotPool::make(5000, 2, {});
+  std::atomic<int> inside{0};
+  std::atomic<int> most{0};
+  std::atomic<int> timeouts{0};
+  std::vector<std::thread> users;
+  for (int user = 0; user < 5; ++user) {
+    users.emplace_back([&, user] {
+      for (int i = 0; i < 200; ++i) {
+        const auto patience = user == 4 ? std::chrono::microseconds(50) : std::chrono::microseconds(10'000'000);
+        SlotPool::Slot slot = pool->acquire_until(SlotPool::Clock::now() + patience, [] {});
+        if (!slot) {
+          ++timeouts;
+          continue;
+        }
+        const int now = ++inside;
+        int seen = most.load();
+        while (now > seen && !most.compare_exchange_weak(seen, now)) {
+        }
+        std::memset(slot.data(), user, slot.nbytes());  // unguarded: a race if two held one slot
+        --inside;
+      }
+    });
+  }
+  for (std::thread& user : users) user.join();
+  check(most <= 2 && pool->free_count() == 2 && pool->waiting_count() == 0, "slots were lost or doubled");
+}
+
+void events() {
+  constexpr int kEach = 20'000;
+  EventRing ring(128);
+  std::atomic<bool> done{false};
+  std::vector<std::int64_t> last(4, -1);
+  std::uint64_t seen = 0;
+  bool ordered = true;
+  const auto take = [&] {
+    Event event;
+    while (ring.pop(event)) {
+      ++seen;
+      const auto who = static_cast<std::size_t>(event.unit);
+      ordered =
+          ordered && event.begin_ns > last[who] && event.nbytes == static_cast<std::uint64_t>(event.begin_ns);
+      last[who] = event.begin_ns;
+    }
+  };
+  std::thread reader([&] {
+    while (!done) take();
+    take();
+  });
+  std::vector<std::thread> writers;
+  for (int writer = 0; writer < 4; ++writer) {
+    writers.emplace_back([&, writer] {
+      for (int i = 0; i < kEach; ++i) {
+        ring.push({EventKind::kStep, 0, writer, static_cast<std::uint64_t>(i), i, i + 1});
+      }
+    });
+  }
+  for (std::thread& writer : writers) writer.join();
+  done = true;
+  reader.join();
+  check(ordered, "events of one thread came out of order or torn");
+  check(seen + ring.dropped() == 4 * kEach, "events were lost without being counted");
+}
+
+void engines(const char* name, Make make, const std::string& folder) {
+  for (const bool direct : {true, false}) {
+    for (const bool faulty : {false, true}) several_users(make, folder, direct, faulty);
+  }
+  early_ends(make, folder);
+  std::printf("%s: passed\n", name);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 2) return 2;
+  try {
+    staging();
+    events();
+    std::printf("slots and events: passed\n");
+    engines("threads", make_thread_engine, argv[1]);
+    try {
+      make_uring_engine({});
+    } catch (const std::system_error& error) {
+      std::printf("io_uring: not run, %s\n", error.what());
+      return 0;
+    }
+    engines("io_uring", make_uring_engine, argv[1]);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "failed: %s\n", error.what());
+    return 1;
+  }
+  return 0;
+}
