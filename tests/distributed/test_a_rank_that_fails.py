@@ -20,7 +20,7 @@ from tiny import features, mlp, rank
 from torch import Tensor, nn
 
 import zerosharder as zs
-from zerosharder.errors import DesyncError, StateError
+from zerosharder.errors import DesyncError
 
 SHORT = zs.Config(timeout=2)
 
@@ -173,11 +173,7 @@ def test_forward_after_a_failed_backward_without_reset() -> None:
     with pytest.raises(ValueError, match="no"):
         out.backward()
     model2 = zs.shard(mlp())
-    out = model(features(1)) if model._zerosharder.engine.phase.value == "idle" else None
-    if out is None:
-        with pytest.raises(StateError, match=r"MLP.*did not finish.*zerosharder\.reset\(model\)"):
-            model(features(1))
-        zs.reset(model)
+    model(features(1))  # the backward did not reach the model, so there is nothing to reset
     _works(model2)
     zs.reset(model)
     model(features(2)).sum().backward()
