@@ -2,6 +2,8 @@
 //
 // The Python face of csrc/. No torch headers here: pointers and sizes only, so that one build serves every torch.
 
+#include "optim/bindings.h"
+
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -67,4 +69,6 @@ PYBIND11_MODULE(_C, m) {
                              "Whether the kernel accepted the huge-page advice.")
       .def("release_pages", &zerosharder::Buffer::release_pages, py::call_guard<py::gil_scoped_release>(),
            "Give the pages back to the kernel; the content is zeros afterwards.");
+
+  zerosharder::bind_optim(m);
 }

@@ -161,7 +161,9 @@ def _log(model: nn.Module) -> bool:
     return logging.getLogger("zerosharder").level == logging.ERROR
 
 
-@pytest.mark.parametrize("name", [name for name, value in ACTS.items() if value is not None and name != "trace"])
+@pytest.mark.parametrize(
+    "name", [name for name, value in ACTS.items() if value is not None and name != "trace"]
+)
 @distributed(world=2)
 def test_r2_a_setting_that_is_accepted_acts(name: str) -> None:
     model = zs.shard(mlp(), config=zs.Config(**{name: ACTS[name]}))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from zerosharder.config import Config, distributed_env
 from zerosharder.errors import ZerosharderError
 from zerosharder.offload import memory
+from zerosharder.optim import native
 
 MIN_TORCH = (2, 6)
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -69,6 +70,7 @@ def collect() -> dict[str, Any]:
         },
         "huge_pages": huge_pages,
         "extension": extension,
+        "optimizer_kernels": _optimizer_kernels(),
         "process_group_backends": backends,
         "notes": notes,
         "problems": problems,
@@ -97,6 +99,7 @@ def as_text(facts: dict[str, Any]) -> str:
         ("cgroup limit", "none" if limit is None else _gib(limit)),
         ("huge pages", facts["huge_pages"] or "not supported by this kernel"),
         ("extension", "present" if facts["extension"] else "missing"),
+        ("kernels", _kernel_line(facts["optimizer_kernels"])),
         ("backends", ", ".join(facts["process_group_backends"]) or "none"),
     ]
     lines = [f"{label:<13} {value}" for label, value in rows]
@@ -137,6 +140,20 @@ def cgroup_memory_limit(root: Path = _CGROUPS, membership: Path = Path("/proc/se
             if text.isdigit() and int(text) < 2**60:
                 limits.append(int(text))
     return min(limits, default=None)
+
+
+def _optimizer_kernels() -> dict[str, Any] | None:
+    if not native.available():
+        return None
+    usable = native.usable_isas()
+    return {"chosen": usable[0], "usable": usable, "cpu_features": native.cpu_features()}
+
+
+def _kernel_line(kernels: dict[str, Any] | None) -> str:
+    if kernels is None:
+        return "none without the extension: optimizer steps are torch's"
+    features = " ".join(kernels["cpu_features"]) or "nothing beyond the base"
+    return f"optimizer steps use {kernels['chosen']} (usable: {', '.join(kernels['usable'])}; CPU has {features})"
 
 
 def _selected(path: Path) -> str | None:

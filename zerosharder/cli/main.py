@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from zerosharder.cli import doctor, settings_page
+from zerosharder.cli import bench, doctor, settings_page
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,11 +21,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     commands.add_parser("settings", help="print the reference page of all settings (Markdown)")
+    bench.add_parser(commands)
 
     arguments = parser.parse_args(argv)
     if arguments.command == "doctor":
         facts = doctor.collect()
         sys.stdout.write(doctor.as_json(facts) if arguments.json else doctor.as_text(facts))
         return 1 if facts["problems"] else 0
+    if arguments.command == "bench":
+        return bench.run(arguments)
     sys.stdout.write(settings_page.render())
     return 0
