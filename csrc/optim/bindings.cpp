@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "optim/dispatch.h"
+#include "optim/rounding.h"
 
 namespace zerosharder {
 namespace {
@@ -90,6 +91,7 @@ double number(const py::dict& values, const char* name, double low, double high,
 
 // Hyperparameters in double, as torch computes with them, rounded to float once.
 void fill(StepArgs& a, const std::string& rule, const py::dict& h) {
+  const optim::ScopedDefaultRounding rounding;  // a flushed step size would be none
   const double inf = HUGE_VAL;
   const double lr = number(h, "lr", 0, inf);
   const double weight_decay = number(h, "weight_decay", 0, inf);
@@ -186,7 +188,10 @@ void step(const StepPool& pool, const std::string& rule, const Tensors& tensors,
   }
   const double scale = hyper["grad_scale"].cast<double>();
   if (std::isnan(scale)) throw py::value_error("grad_scale is NaN");
-  a.grad_scale = static_cast<float>(hyper["maximize"].cast<bool>() ? -scale : scale);
+  {
+    const optim::ScopedDefaultRounding rounding;
+    a.grad_scale = static_cast<float>(hyper["maximize"].cast<bool>() ? -scale : scale);
+  }
   a.stream = stream;
   const optim::Kernels& kernels = optim::find_kernels(isa);
   const auto threads = pool.get();

@@ -5,8 +5,8 @@ or float16, is multiplied by ``grad_scale`` on the way (one over the loss scale,
 or float16 copy of the new weight is written in the same pass if asked for. Results depend neither on the number of
 threads nor on the instruction set.
 
-AdamW and Adam give the bits of ``torch.optim.AdamW(fused=True)``, SGD and Adagrad those of torch's plain step. Lion
-is that of Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
+AdamW, Adam and Adagrad follow torch's ``fused=True`` steps, SGD its plain one, operation by operation (torch's plain
+Adam and Adagrad take square roots that are not correctly rounded). Lion is that of Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
 """
 
 from __future__ import annotations
