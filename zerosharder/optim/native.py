@@ -6,7 +6,8 @@ or float16 copy of the new weight is written in the same pass if asked for. Resu
 threads nor on the instruction set.
 
 AdamW, Adam and Adagrad follow torch's ``fused=True`` steps, SGD its plain one, operation by operation (torch's plain
-Adam and Adagrad take square roots that are not correctly rounded). Lion is that of Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
+Adam and Adagrad take square roots that are not correctly rounded). Lion is algorithm 2 of Chen et al., "Symbolic
+Discovery of Optimization Algorithms", 2023.
 """
 
 from __future__ import annotations
