@@ -209,7 +209,7 @@ def torch_optimizer(case: str, weight: torch.nn.Parameter) -> torch.optim.Optimi
 
 @pytest.mark.parametrize("isa", ["portable", *VECTOR_ISAS])
 @pytest.mark.parametrize("case", [case for case in RULES if case != "lion"])
-def test_torch_takes_the_same_steps(pool, case, isa):
+def test_torch_takes_the_same_steps(pool, case, isa, record_property):
     """Six steps beside torch's (fused AdamW, Adam and Adagrad, plain SGD): at most 1 ulp anywhere, each step."""
     need(isa)
     rule, states, hyper = RULES[case]
@@ -233,6 +233,7 @@ def test_torch_takes_the_same_steps(pool, case, isa):
         worst = max(worst, *(ulps(a, b) for a, b in pairs))
         for mine, reference in pairs:  # per step: the next one starts from the same numbers
             mine.copy_(reference)
+    record_property("max_ulp", worst)
     assert worst <= 1, worst
 
 
