@@ -13,6 +13,7 @@ namespace zerosharder {
 void bind_memory(py::module_& m);
 void bind_observe(py::module_& m);
 void bind_io(py::module_& m);
+void bind_optim(py::module_& m);
 }  // namespace zerosharder
 
 namespace {
@@ -36,5 +37,6 @@ PYBIND11_MODULE(_C, m) {
   py::register_local_exception_translator(translate_system_error);
   zerosharder::bind_memory(m);
   zerosharder::bind_observe(m);
+  zerosharder::bind_optim(m);
   zerosharder::bind_io(m);  // registers a translator for a class derived from the above: it has to come after it
 }

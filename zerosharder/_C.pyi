@@ -149,3 +149,39 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None: ...
+
+STEP_CHUNK: int
+
+class StepPool:
+    def __init__(self, threads: int) -> None: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def closed(self) -> bool: ...
+    def close(self) -> None: ...
+
+class StepTensors:
+    def __init__(
+        self,
+        n: int,
+        weight: int,
+        grad: int,
+        grad_dtype: str,
+        state: list[int],
+        copy: int = 0,
+        copy_dtype: str = "bfloat16",
+    ) -> None: ...
+
+def step_isas() -> list[str]: ...
+def cpu_features() -> list[str]: ...
+def step(
+    pool: StepPool,
+    rule: str,
+    tensors: StepTensors,
+    hyper: dict[str, float | bool],
+    isa: str = "auto",
+    stream: int = 0,
+) -> None: ...
+def step_bandwidth(pool: StepPool, tensors: StepTensors, isa: str = "auto", stream: int = 0) -> None: ...
+def squared_norm(pool: StepPool, address: int, dtype: str, n: int, isa: str = "auto") -> float: ...
+def nonfinite(pool: StepPool, address: int, dtype: str, n: int, isa: str = "auto") -> bool: ...

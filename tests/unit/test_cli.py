@@ -13,6 +13,7 @@ from zerosharder.cli import doctor, settings_page
 from zerosharder.cli.main import main
 from zerosharder.config import RESERVED_VARIABLES, settings
 from zerosharder.offload import memory
+from zerosharder.optim import native
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -57,6 +58,7 @@ def test_doctor_as_text(capsys):
         "to be locked",
         "huge pages",
         "extension",
+        "kernels",
         "backends",
         "file I/O",
     ):
@@ -99,3 +101,37 @@ def test_as_a_module():
     command = [sys.executable, "-m", "zerosharder", "settings"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY, check=True)
     assert result.stdout == settings_page.render()
+
+
+def test_doctor_names_the_optimizer_kernels(capsys):
+    """One line with the chosen variant; without the extension it says whose steps are used instead."""
+    assert main(["doctor", "--json"]) == 0
+    kernels = json.loads(capsys.readouterr().out)["optimizer_kernels"]
+    if native.available():
+        assert kernels["chosen"] == kernels["usable"][0] and kernels["usable"][-1] == "portable"
+    else:
+        assert kernels is None
+
+
+@pytest.mark.skipif(not native.available(), reason="the extension is not built here")
+@pytest.mark.parametrize("flow", ["fp32", "mixed"])
+def test_bench_optimizer(flow, capsys):
+    """One row for each implementation, with positive times and the ratio to torch."""
+    options = ["--elements", "70K", "--threads", "1", "--runs", "2", "--flows", flow, "--json"]
+    assert main(["bench", "optimizer", *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {row["pages"] for row in found["rows"]} == {"torch", "huge"}
+    names = {"zerosharder", "zerosharder-stream", "bound", "bound-stream", "torch-fused"}
+    assert names <= {row["name"] for row in found["rows"]}
+    for row in found["rows"]:
+        assert row["seconds"] > 0 and row["over_torch"] > 0
+        if row["name"] == "torch-fused":
+            assert row["over_torch"] == 1
+
+
+@pytest.mark.parametrize("words", [["--elements", "0"], ["--elements", "ten"], ["--flows", "fp8"]])
+def test_bench_refuses_nonsense(words, capsys):
+    """Wrong sizes and flows show the usage."""
+    with pytest.raises(SystemExit):
+        main(["bench", "optimizer", *words])
+    assert "usage:" in capsys.readouterr().err

@@ -1,23 +1,23 @@
-"""`python -m zerosharder bench NAME`: each benchmark lives in a module of its own."""
+"""`python -m zerosharder bench NAME`: benchmarks that a user can repeat, peers interleaved in the same run."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from types import ModuleType
 
-from zerosharder.cli import bench_io
+from zerosharder.cli import bench_io, bench_optimizer
 
-_BENCHMARKS = {"io": (bench_io, "reads and writes of a file")}
+# Name of a benchmark -> its module: HELP, add_arguments(parser), run(arguments) -> exit status.
+_BENCHMARKS: dict[str, ModuleType] = {"io": bench_io, "optimizer": bench_optimizer}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds one subcommand for each benchmark."""
     names = parser.add_subparsers(dest="benchmark", required=True, metavar="NAME")
-    for name, (module, text) in _BENCHMARKS.items():
-        module.add_arguments(names.add_parser(name, help=text))
+    for name, module in _BENCHMARKS.items():
+        module.add_arguments(names.add_parser(name, help=module.HELP, description=module.HELP))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the chosen benchmark and returns the exit status of the process."""
-    benchmark: Callable[[argparse.Namespace], int] = _BENCHMARKS[arguments.benchmark][0].run
-    return benchmark(arguments)
+    return int(_BENCHMARKS[arguments.benchmark].run(arguments))

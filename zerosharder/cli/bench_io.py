@@ -27,6 +27,8 @@ from zerosharder.config import parse_size
 from zerosharder.errors import ZerosharderError
 from zerosharder.offload import engines, memory
 
+HELP = "one large read and write of a file by each engine, beside fio and a plain loop"
+
 _TILE = 1 << 20
 _LOOP_BLOCK = 4 << 20
 _DIRECTIONS = ("write", "read")

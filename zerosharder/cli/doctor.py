@@ -19,6 +19,7 @@ from zerosharder.config import Config, distributed_env
 from zerosharder.errors import ZerosharderError
 from zerosharder.offload import engines, memory
 from zerosharder.offload.limits import cgroup_memory_limit, lock_budget, memory_budget
+from zerosharder.optim import native
 
 MIN_TORCH = (2, 6)
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -100,6 +101,7 @@ def collect(folders: Sequence[str] = ()) -> dict[str, Any]:
         },
         "huge_pages": huge_pages,
         "extension": extension,
+        "optimizer_kernels": _optimizer_kernels(),
         "process_group_backends": backends,
         "io_backends": io_backends,
         "folders": inspected,
@@ -132,6 +134,7 @@ def as_text(facts: dict[str, Any]) -> str:
         ("to be locked", f"{_gib(mem['lockable_bytes'])} ({mem['lockable_limit']})"),
         ("huge pages", facts["huge_pages"] or "not supported by this kernel"),
         ("extension", "present" if facts["extension"] else "missing"),
+        ("kernels", _kernel_line(facts["optimizer_kernels"])),
         ("backends", ", ".join(facts["process_group_backends"]) or "none"),
         ("file I/O", ", ".join(name for name, why in facts["io_backends"].items() if why is None) or "none"),
     ]
@@ -168,6 +171,20 @@ def inspect_folder(folder: str) -> dict[str, Any]:
     except OSError as error:
         facts["error"] = str(error)
     return facts
+
+
+def _optimizer_kernels() -> dict[str, Any] | None:
+    if not native.available():
+        return None
+    usable = native.usable_isas()
+    return {"chosen": usable[0], "usable": usable, "cpu_features": native.cpu_features()}
+
+
+def _kernel_line(kernels: dict[str, Any] | None) -> str:
+    if kernels is None:
+        return "none without the extension: optimizer steps are torch's"
+    features = " ".join(kernels["cpu_features"]) or "nothing beyond the base"
+    return f"optimizer steps use {kernels['chosen']} (usable: {', '.join(kernels['usable'])}; CPU has {features})"
 
 
 def _selected(path: Path) -> str | None:
