@@ -17,7 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerosharder.config import Config
 from zerosharder.config import settings as config_fields
 from zerosharder.engine.agreement import Request
-from zerosharder.engine.build import Built, build_units, flatten_resident, move_rest, sync_buffers
+from zerosharder.engine.build import (
+    Built,
+    build_units,
+    flatten_resident,
+    move_rest,
+    sync_buffers,
+    values_of_rank_0,
+)
 from zerosharder.engine.compiler import hide_from_compiler
 from zerosharder.engine.engine import Engine
 from zerosharder.engine.groups import World, join_job, join_world
@@ -192,13 +199,14 @@ def _shard_model(
         torch.set_num_threads(config.cpu_threads)
     runtime = world.runtime(config)
     on_meta = has_meta(model)
+    given = values_of_rank_0(model, plans, runtime) if not world.is_one else frozenset()
     casts = any(runtime.compute_dtype(use.param.dtype) != use.param.dtype for use in uses)
     if world.is_one and not casts:
         built = flatten_resident(plans, model, world.device)
     else:
-        built = build_units(model, plans, runtime)
+        built = build_units(model, plans, runtime, given)
     if on_meta:
-        materialize_buffers(model, world.device)
+        materialize_buffers(model, world.device, given)
     move_rest(model, ignored, world.device)
     sync_buffers(model, runtime)
     return_free_memory()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,15 +29,30 @@ class Built:
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
 
 
-def build_units(model: nn.Module, plans: list[UnitPlan], runtime: Runtime) -> Built:
+def values_of_rank_0(model: nn.Module, plans: Sequence[UnitPlan], runtime: Runtime) -> frozenset[str]:
+    """Names of the parameters and buffers that are not on the meta device there, so no other rank computes them."""
+    tensors: dict[str, torch.Tensor] = {use.name: use.param for plan in plans for use in plan.params}
+    tensors.update(model.named_buffers(remove_duplicate=False))
+    real = torch.tensor([not tensor.is_meta for tensor in tensors.values()], dtype=torch.uint8)
+    group = runtime.control_group
+    if group is not None:
+        send = functools.partial(dist.broadcast, real, group=group, group_src=0)
+        runtime.guarded("distribution of the buffers", "", send)
+    return frozenset(name for name, is_real in zip(tensors, real.tolist(), strict=True) if is_real)
+
+
+def build_units(
+    model: nn.Module, plans: list[UnitPlan], runtime: Runtime, given: Container[str] = ()
+) -> Built:
     """Cuts every parameter of ``plans`` into flat shards, one unit after another.
 
-    A rank never holds more than its shards and one whole unit of a model that was built on the meta device.
+    A rank never holds more than its shards and one whole unit of a model that was built on the meta device. Values in
+    ``given`` (`values_of_rank_0`) are not computed here.
     """
     built = Built()
     for index, plan in enumerate(plans):
         before = [use.param for use in plan.params]
-        materialize_params(model, plan.params, runtime.device)
+        materialize_params(model, plan.params, runtime.device, given)
         buckets = []
         for uses, casts in _by_cast(plan.params, runtime):
             for layout in unit_layout(_described(uses), runtime.world, _strides(uses)):

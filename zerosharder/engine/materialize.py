@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -17,12 +18,14 @@ def has_meta(model: nn.Module) -> bool:
     return any(t.is_meta for t in model.parameters()) or any(t.is_meta for t in model.buffers())
 
 
-def materialize_params(model: nn.Module, uses: Iterable[ParamUse], device: torch.device) -> None:
+def materialize_params(
+    model: nn.Module, uses: Iterable[ParamUse], device: torch.device, given: Container[str] = ()
+) -> None:
     """Gives every meta parameter of ``uses`` memory on ``device`` and its initial value.
 
-    The value comes from ``_init_weights(module)`` of the nearest ancestor that has one (the convention of
-    transformers), else from the owner's ``reset_parameters()`` (the convention of torch). ``uses[i].param`` is
-    replaced, in all owners.
+    The value comes from ``_init_weights(module)`` of the nearest ancestor that has one, called for the owner and for
+    every module around it (the convention of transformers), else from the owner's ``reset_parameters()`` (the
+    convention of torch). ``uses[i].param`` is replaced, in all owners. Parameters in ``given`` get memory only.
 
     Raises:
         ShardError: a parameter that neither of them initialises, by name.
@@ -34,12 +37,12 @@ def materialize_params(model: nn.Module, uses: Iterable[ParamUse], device: torch
         use.param = real
         for module, attr in use.owners:
             module._parameters[attr] = real
-    # One owner initialises a tied parameter, as when it was built; the second would overwrite it.
-    owners = list(dict.fromkeys(use.owners[0][0] for use in fresh))
-    buffers = _fresh_buffers(model, owners, device)  # a module may fill them together with its parameters
-    for module in owners:
-        _initialize(model, module)
-    missing = [use.name for use in fresh if _is_unset(use.param)]
+    wanted = [use for use in fresh if use.name not in given]
+    owners = list(dict.fromkeys(use.owners[0][0] for use in wanted))
+    buffers = _fresh_buffers(model, owners, device, given)  # a module may fill them with its parameters
+    if wanted:
+        _initialize(model, owners, {use.owners[0]: use.param for use in wanted})
+    missing = [use.name for use in wanted if _is_unset(use.param)]
     if missing:
         raise ShardError(
             f"parameters {', '.join(missing)} are on the meta device and nothing initialises them: give their modules "
@@ -48,19 +51,21 @@ def materialize_params(model: nn.Module, uses: Iterable[ParamUse], device: torch
     _refuse_unset(buffers)
 
 
-def materialize_buffers(model: nn.Module, device: torch.device) -> None:
+def materialize_buffers(model: nn.Module, device: torch.device, given: Container[str] = ()) -> None:
     """Gives every meta buffer memory and its value, which only its module's own initialisation knows.
+
+    Buffers in ``given`` get memory only.
 
     Raises:
         ShardError: buffers that no initialisation computes again, by name (their ``__init__`` did, on meta).
     """
     owners = [m for m in model.modules() if any(b is not None and b.is_meta for b in m._buffers.values())]
-    fresh = _fresh_buffers(model, owners, device)
-    for module in owners:
+    fresh = _fresh_buffers(model, owners, device, given)
+    for module in dict.fromkeys(b.module for b in fresh):
         if hasattr(module, "reset_running_stats"):
             module.reset_running_stats()  # type: ignore[operator]
         elif not any(True for _ in module.parameters(recurse=False)):  # those have their values already
-            _initialize(model, module)
+            _initialize(model, [module], {})
     _refuse_unset(fresh)
 
 
@@ -72,8 +77,10 @@ class _FreshBuffer(NamedTuple):
     version: int  # when it was made
 
 
-def _fresh_buffers(model: nn.Module, owners: list[nn.Module], device: torch.device) -> list[_FreshBuffer]:
-    """Memory for the meta buffers of ``owners``."""
+def _fresh_buffers(
+    model: nn.Module, owners: list[nn.Module], device: torch.device, given: Container[str]
+) -> list[_FreshBuffer]:
+    """Memory for the meta buffers of ``owners``; returns those that are not in ``given``."""
     made = []
     wanted = set(owners)
     for prefix, module in model.named_modules():
@@ -82,7 +89,7 @@ def _fresh_buffers(model: nn.Module, owners: list[nn.Module], device: torch.devi
                 module._buffers[attr] = real = _unset(buffer, device)
                 name = f"{prefix}.{attr}" if prefix else attr
                 made.append(_FreshBuffer(name, module, attr, real, real._version))
-    return made
+    return [buffer for buffer in made if buffer.name not in given]
 
 
 def _refuse_unset(buffers: list[_FreshBuffer]) -> None:
@@ -99,21 +106,71 @@ def _refuse_unset(buffers: list[_FreshBuffer]) -> None:
         )
 
 
-def _initialize(model: nn.Module, module: nn.Module) -> None:
-    by_convention = _nearest_init(model, module)
+def _initialize(
+    model: nn.Module, owners: list[nn.Module], fresh: Mapping[tuple[nn.Module, str], nn.Parameter]
+) -> None:
+    """Runs the initialisation of ``owners``, which writes to the parameters in ``fresh`` and to no others."""
+    conventions = _conventions(model)
+    own = [module for module in owners if conventions[module] is None]
+    # Modules that set weights of their children do so after those, as when transformers builds a model.
+    around = [
+        m
+        for m in _children_first(model)
+        if conventions[m] is not None and not set(owners).isdisjoint(m.modules())
+    ]
     with torch.no_grad():
-        if by_convention is not None:
-            by_convention._init_weights(module)  # type: ignore[operator]
-        elif callable(getattr(module, "reset_parameters", None)):
-            module.reset_parameters()  # type: ignore[operator]
+        for module in own:
+            if callable(getattr(module, "reset_parameters", None)):
+                with _others_on_meta(module, fresh):
+                    module.reset_parameters()  # type: ignore[operator]
+        for module in around:
+            with _others_on_meta(module, fresh):
+                conventions[module]._init_weights(module)  # type: ignore[union-attr, operator]
 
 
-def _nearest_init(model: nn.Module, module: nn.Module) -> nn.Module | None:
-    best: nn.Module | None = None
-    for candidate in model.modules():  # parents come before children: the last hit is the nearest
-        if hasattr(candidate, "_init_weights") and any(m is module for m in candidate.modules()):
-            best = candidate
-    return best
+@contextlib.contextmanager
+def _others_on_meta(module: nn.Module, fresh: Mapping[tuple[nn.Module, str], nn.Parameter]) -> Iterator[None]:
+    """Inside, only ``fresh`` can be written to: what else is below ``module`` has values to keep, or no memory yet.
+
+    Of a tied parameter that goes for all owners but the first, whose initialisation is the one that counts.
+    """
+    kept = [
+        (m, attr, param)
+        for m in module.modules()
+        for attr, param in m._parameters.items()
+        if param is not None and not param.is_meta and (m, attr) not in fresh
+    ]
+    for m, attr, param in kept:
+        m._parameters[attr] = nn.Parameter(
+            torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad
+        )
+    try:
+        yield
+    finally:
+        for m, attr, param in kept:
+            m._parameters[attr] = param
+
+
+def _conventions(model: nn.Module) -> dict[nn.Module, nn.Module | None]:
+    """For each module the nearest one, itself or around it, that has an ``_init_weights``."""
+    found: dict[nn.Module, nn.Module | None] = {}
+
+    def visit(module: nn.Module, nearest: nn.Module | None) -> None:
+        nearest = module if hasattr(module, "_init_weights") else nearest
+        found.setdefault(module, nearest)
+        for child in module.children():
+            if child not in found:
+                visit(child, nearest)
+
+    visit(model, None)
+    return found
+
+
+def _children_first(model: nn.Module) -> list[nn.Module]:
+    """The order of ``nn.Module.apply``, each module once."""
+    order: dict[nn.Module, None] = {}
+    model.apply(lambda module: order.setdefault(module))
+    return list(order)
 
 
 def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
