@@ -49,6 +49,8 @@ if [ "${ZEROSHARDER_BUILD_EXT:-1}" != 0 ] && ! can_build; then
     can_build || say "no C++ compiler or no Python headers: going on without the native extension." \
         "To have it, run: sudo apt-get install g++ python3-dev, then: make clean, and this again"
 fi
+# File I/O by io_uring; without the headers it goes through threads.
+[ -e /usr/include/liburing.h ] || ! can_build || apt_install liburing-dev || true
 # For benchmarks/ that shape the network; everything else works without.
 command -v ip >/dev/null 2>&1 || apt_install iproute2 || true
 
