@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
+#include <cfloat>
 #include <cstring>
 
 #include "optim/kernels.h"
@@ -56,6 +57,8 @@ struct V {
   static reg sqrt(reg a) { return _mm256_sqrt_ps(a); }
   static reg fma(reg a, reg b, reg c) { return _mm256_fmadd_ps(a, b, c); }
   static reg fnma(reg a, reg b, reg c) { return _mm256_fnmadd_ps(a, b, c); }
+  // NaN in a gives the bound.
+  static reg min_or_bound(reg a, reg bound) { return _mm256_min_ps(a, bound); }
   static reg max_or_nan(reg a, reg b) {
     const reg greater = _mm256_cmp_ps(b, a, _CMP_GT_OQ);
     return _mm256_blendv_ps(a, b, _mm256_or_ps(greater, _mm256_cmp_ps(b, b, _CMP_UNORD_Q)));
@@ -64,10 +67,6 @@ struct V {
     const reg zero = _mm256_setzero_ps();
     const reg positive = _mm256_blendv_ps(a, set(1.0f), _mm256_cmp_ps(a, zero, _CMP_GT_OQ));
     return _mm256_blendv_ps(positive, set(-1.0f), _mm256_cmp_ps(a, zero, _CMP_LT_OQ));
-  }
-  static reg if_finite(reg x, reg yes, reg no) {
-    const reg magnitude = _mm256_andnot_ps(set(-0.0f), x);
-    return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(magnitude, set(__builtin_inff()), _CMP_LT_OQ));
   }
 };
 

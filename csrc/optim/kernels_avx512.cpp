@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
+#include <cfloat>
 #include <cstring>
 
 #include "optim/kernels.h"
@@ -59,6 +60,8 @@ struct V {
   static reg sqrt(reg a) { return _mm512_sqrt_ps(a); }
   static reg fma(reg a, reg b, reg c) { return _mm512_fmadd_ps(a, b, c); }
   static reg fnma(reg a, reg b, reg c) { return _mm512_fnmadd_ps(a, b, c); }
+  // NaN in a gives the bound.
+  static reg min_or_bound(reg a, reg bound) { return _mm512_min_ps(a, bound); }
   static reg max_or_nan(reg a, reg b) {
     const __mmask16 greater = _mm512_cmp_ps_mask(b, a, _CMP_GT_OQ);
     return _mm512_mask_blend_ps(greater | _mm512_cmp_ps_mask(b, b, _CMP_UNORD_Q), a, b);
@@ -67,9 +70,6 @@ struct V {
     const reg zero = _mm512_setzero_ps();
     const reg positive = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, zero, _CMP_GT_OQ), a, set(1.0f));
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, zero, _CMP_LT_OQ), positive, set(-1.0f));
-  }
-  static reg if_finite(reg x, reg yes, reg no) {
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(_mm512_abs_ps(x), set(__builtin_inff()), _CMP_LT_OQ), no, yes);
   }
 };
 

@@ -25,85 +25,121 @@ inline void put(float* to, V::reg value) {
   }
 }
 
-// m + w (g - m), with the rounding that torch's lerp has on either side of w = 0.5.
-inline V::reg lerp(const StepArgs& a, V::reg from, V::reg to) {
-  return V::fma(V::set(a.lerp), V::sub(to, from), a.lerp_from_grad ? to : from);
-}
+// The arguments in registers: the compiler must assume that a store through a float* changes a StepArgs, and would
+// load and broadcast each of them anew for every vector.
+struct Factors {
+  explicit Factors(const StepArgs& a)
+      : weight(a.weight),
+        grad(a.grad),
+        state0(a.state[0]),
+        state1(a.state[1]),
+        state2(a.state[2]),
+        grad_scale(V::set(a.grad_scale)),
+        l2(V::set(a.l2)),
+        decay(V::set(a.decay)),
+        step(V::set(a.step)),
+        lerp(V::set(a.lerp)),
+        beta1(V::set(a.beta1)),
+        grad_share1(V::set(a.grad_share1)),
+        beta2(V::set(a.beta2)),
+        grad_share2(V::set(a.grad_share2)),
+        root_scale(V::set(a.root_scale)),
+        root_reciprocal(V::set(1.0f / a.root_scale)),
+        eps(V::set(a.eps)),
+        largest(V::set(FLT_MAX)),
+        has_l2(a.l2 != 0),
+        lerp_from_grad(a.lerp_from_grad),
+        nesterov(a.nesterov),
+        first(a.first) {}
+
+  float* const weight;
+  const void* const grad;
+  float *const state0, *const state1, *const state2;
+  const V::reg grad_scale, l2, decay, step, lerp, beta1, grad_share1, beta2, grad_share2, root_scale,
+      root_reciprocal, eps, largest;
+  const bool has_l2, lerp_from_grad, nesterov, first;
+};
 
 // x / c for x >= 0 and a constant c: the quotient from the reciprocal, corrected by its remainder (Markstein
 // 1990). Leaves the divider, the scarcest unit of an AdamW step, to the one true division. Infinity has no
-// remainder.
-inline V::reg divide_by(V::reg x, V::reg c, V::reg reciprocal) {
-  const V::reg quotient = V::mul(x, reciprocal);
-  const V::reg remainder = V::fnma(quotient, c, x);
-  return V::if_finite(x, V::fma(remainder, reciprocal, quotient), quotient);
+// remainder: any finite one keeps it infinite.
+inline V::reg divide_by_root_scale(const Factors& f, V::reg x) {
+  const V::reg quotient = V::mul(x, f.root_reciprocal);
+  const V::reg remainder = V::min_or_bound(V::fnma(quotient, f.root_scale, x), f.largest);
+  return V::fma(remainder, f.root_reciprocal, quotient);
 }
 
 // One vector at element i: reads everything, writes weight and state, returns the new weight.
 template <Rule R, DType G, bool Stream>
-inline V::reg update(const StepArgs& a, std::size_t i) {
-  V::reg p = V::load(a.weight + i);
-  V::reg g = V::mul(load_grad<G>(a.grad, i), V::set(a.grad_scale));
-  if (a.l2 != 0) g = V::fma(p, V::set(a.l2), g);
+inline V::reg update(const Factors& f, std::size_t i) {
+  V::reg p = V::load(f.weight + i);
+  V::reg g = V::mul(load_grad<G>(f.grad, i), f.grad_scale);
+  if (R != Rule::lion && f.has_l2) g = V::fma(p, f.l2, g);
   if constexpr (R == Rule::adam || R == Rule::adam_amsgrad) {
-    p = V::mul(p, V::set(a.decay));
-    const V::reg m = lerp(a, V::load(a.state[0] + i), g);
-    V::reg v = V::mul(V::load(a.state[1] + i), V::set(a.beta2));
-    v = V::fma(V::mul(V::set(a.grad_share2), g), g, v);
-    put<Stream>(a.state[0] + i, m);
-    put<Stream>(a.state[1] + i, v);
+    p = V::mul(p, f.decay);
+    // m + w (g - m), with the rounding that torch's lerp has on either side of w = 0.5.
+    const V::reg old = V::load(f.state0 + i);
+    const V::reg m = V::fma(f.lerp, V::sub(g, old), f.lerp_from_grad ? g : old);
+    V::reg v = V::mul(V::load(f.state1 + i), f.beta2);
+    v = V::fma(V::mul(f.grad_share2, g), g, v);
+    put<Stream>(f.state0 + i, m);
+    put<Stream>(f.state1 + i, v);
     if constexpr (R == Rule::adam_amsgrad) {
-      v = V::max_or_nan(V::load(a.state[2] + i), v);
-      put<Stream>(a.state[2] + i, v);
+      v = V::max_or_nan(V::load(f.state2 + i), v);
+      put<Stream>(f.state2 + i, v);
     }
-    const V::reg root = divide_by(V::sqrt(v), V::set(a.root_scale), V::set(1.0f / a.root_scale));
-    p = V::add(p, V::div(V::mul(V::set(a.step), m), V::add(root, V::set(a.eps))));
+    const V::reg root = divide_by_root_scale(f, V::sqrt(v));
+    p = V::add(p, V::div(V::mul(f.step, m), V::add(root, f.eps)));
   } else if constexpr (R == Rule::sgd) {
-    p = V::fma(g, V::set(a.step), p);
+    p = V::fma(g, f.step, p);
   } else if constexpr (R == Rule::sgd_momentum) {
     V::reg buffer = g;
-    if (!a.first) {
-      buffer = V::fma(g, V::set(a.grad_share1), V::mul(V::load(a.state[0] + i), V::set(a.beta1)));
-    }
-    put<Stream>(a.state[0] + i, buffer);
-    p = V::fma(a.nesterov ? V::fma(buffer, V::set(a.beta1), g) : buffer, V::set(a.step), p);
+    if (!f.first) buffer = V::fma(g, f.grad_share1, V::mul(V::load(f.state0 + i), f.beta1));
+    put<Stream>(f.state0 + i, buffer);
+    p = V::fma(f.nesterov ? V::fma(buffer, f.beta1, g) : buffer, f.step, p);
   } else if constexpr (R == Rule::lion) {
-    p = V::mul(p, V::set(a.decay));
-    const V::reg m = V::load(a.state[0] + i);
-    const V::reg direction = V::fma(V::set(a.grad_share1), g, V::mul(V::set(a.beta1), m));
-    put<Stream>(a.state[0] + i, V::fma(V::set(a.grad_share2), g, V::mul(V::set(a.beta2), m)));
-    p = V::fma(V::sign(direction), V::set(a.step), p);
+    p = V::mul(p, f.decay);
+    const V::reg m = V::load(f.state0 + i);
+    const V::reg direction = V::fma(f.grad_share1, g, V::mul(f.beta1, m));
+    put<Stream>(f.state0 + i, V::fma(f.grad_share2, g, V::mul(f.beta2, m)));
+    p = V::fma(V::sign(direction), f.step, p);
   } else {
     static_assert(R == Rule::adagrad);
-    const V::reg sum = V::fma(g, g, V::load(a.state[0] + i));
-    put<Stream>(a.state[0] + i, sum);
-    p = V::add(p, V::div(V::mul(V::set(a.step), g), V::add(V::sqrt(sum), V::set(a.eps))));
+    const V::reg sum = V::fma(g, g, V::load(f.state0 + i));
+    put<Stream>(f.state0 + i, sum);
+    p = V::add(p, V::div(V::mul(f.step, g), V::add(V::sqrt(sum), f.eps)));
   }
-  put<Stream>(a.weight + i, p);
+  put<Stream>(f.weight + i, p);
   return p;
 }
 
-inline V::half round_to(DType type, V::reg value) {
-  return type == DType::bf16 ? V::to_bf16(value) : V::to_fp16(value);
-}
-
-template <Rule R, DType G, bool Stream>
+template <Rule R, DType G, bool Stream, DType C>
 void whole_blocks(const StepArgs& a, std::size_t begin, std::size_t end, bool stream_copy) {
+  const Factors f(a);
+  std::uint16_t* const copy = a.copy;
   for (std::size_t i = begin; i < end; i += kBlock) {
-    V::half halves[kBlock / V::kWidth] = {};
+    [[maybe_unused]] V::half halves[kBlock / V::kWidth] = {};
     for (std::size_t u = 0; u < kBlock / V::kWidth; ++u) {
-      const V::reg p = update<R, G, Stream>(a, i + u * V::kWidth);
-      if (a.copy != nullptr) halves[u] = round_to(a.copy_type, p);
+      const V::reg p = update<R, G, Stream>(f, i + u * V::kWidth);
+      if constexpr (C == DType::bf16) halves[u] = V::to_bf16(p);
+      if constexpr (C == DType::f16) halves[u] = V::to_fp16(p);
     }
-    if (a.copy == nullptr) continue;
+    if constexpr (C == DType::none) continue;
     for (std::size_t u = 0; u < kBlock / V::kWidth; ++u) {  // together: one line leaves the write buffers at once
       if (stream_copy) {
-        V::stream_half(a.copy + i + u * V::kWidth, halves[u]);
+        V::stream_half(copy + i + u * V::kWidth, halves[u]);
       } else {
-        V::store_half(a.copy + i + u * V::kWidth, halves[u]);
+        V::store_half(copy + i + u * V::kWidth, halves[u]);
       }
     }
   }
+}
+
+template <Rule R, DType G, bool Stream>
+void blocks(const StepArgs& a, std::size_t begin, std::size_t end, bool stream_copy) {
+  if (a.copy == nullptr) return whole_blocks<R, G, Stream, DType::none>(a, begin, end, false);
+  if (a.copy_type == DType::f16) return whole_blocks<R, G, Stream, DType::f16>(a, begin, end, stream_copy);
+  whole_blocks<R, G, Stream, DType::bf16>(a, begin, end, stream_copy);
 }
 
 inline bool lines_up(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 64 == 0; }
@@ -115,9 +151,9 @@ void step_as(const StepArgs& a, std::size_t begin, std::size_t end) {
   for (const float* state : a.state) aligned = aligned && (state == nullptr || lines_up(state + begin));
   const bool stream_copy = (a.stream & kStreamOut) != 0 && a.copy != nullptr && lines_up(a.copy + begin);
   if ((a.stream & kStreamState) != 0 && aligned) {
-    whole_blocks<R, G, true>(a, begin, middle, stream_copy);
+    blocks<R, G, true>(a, begin, middle, stream_copy);
   } else {
-    whole_blocks<R, G, false>(a, begin, middle, stream_copy);
+    blocks<R, G, false>(a, begin, middle, stream_copy);
   }
   if (a.stream != 0) V::fence();
   const std::size_t rest = end - middle;
@@ -138,7 +174,7 @@ void step_as(const StepArgs& a, std::size_t begin, std::size_t end) {
     t.state[k] = state[k];
   }
   if (a.copy != nullptr) t.copy = copy;
-  whole_blocks<R, G, false>(t, 0, kBlock, false);
+  blocks<R, G, false>(t, 0, kBlock, false);
   std::memcpy(a.weight + middle, weight, rest * sizeof(float));
   for (int k = 0; k < 3; ++k) {
     if (a.state[k] != nullptr) std::memcpy(a.state[k] + middle, state[k], rest * sizeof(float));

@@ -2,6 +2,7 @@
 //
 // AArch64 has NEON, fma and fp16 conversion in its base, so no flags and no check at run time.
 
+#include <cfloat>
 #include <cstring>
 
 #include "optim/kernels.h"
@@ -48,6 +49,8 @@ struct V {
   static reg sqrt(reg a) { return vsqrtq_f32(a); }
   static reg fma(reg a, reg b, reg c) { return vfmaq_f32(c, a, b); }
   static reg fnma(reg a, reg b, reg c) { return vfmsq_f32(c, a, b); }
+  // NaN in a gives the bound.
+  static reg min_or_bound(reg a, reg bound) { return vminnmq_f32(a, bound); }
   static reg max_or_nan(reg a, reg b) {
     const uint32x4_t number = vceqq_f32(b, b);
     return vbslq_f32(vorrq_u32(vcgtq_f32(b, a), vmvnq_u32(number)), b, a);
@@ -55,9 +58,6 @@ struct V {
   static reg sign(reg a) {
     const reg zero = vdupq_n_f32(0.0f);
     return vbslq_f32(vcltq_f32(a, zero), set(-1.0f), vbslq_f32(vcgtq_f32(a, zero), set(1.0f), a));
-  }
-  static reg if_finite(reg x, reg yes, reg no) {
-    return vbslq_f32(vcltq_f32(vabsq_f32(x), set(__builtin_inff())), yes, no);
   }
 };
 

@@ -3,6 +3,7 @@
 // The reference: one float at a time, for any CPU. std::fma is the C library's where the CPU has none, slow and
 // exact.
 
+#include <cfloat>
 #include <cmath>
 #include <cstring>
 
@@ -38,9 +39,9 @@ struct V {
   static reg sqrt(reg a) { return std::sqrt(a); }
   static reg fma(reg a, reg b, reg c) { return __builtin_fmaf(a, b, c); }
   static reg fnma(reg a, reg b, reg c) { return __builtin_fmaf(-a, b, c); }
+  static reg min_or_bound(reg a, reg bound) { return a < bound ? a : bound; }
   static reg max_or_nan(reg a, reg b) { return b > a || b != b ? b : a; }
   static reg sign(reg a) { return a > 0 ? 1.0f : a < 0 ? -1.0f : a; }
-  static reg if_finite(reg x, reg yes, reg no) { return std::fabs(x) < HUGE_VALF ? yes : no; }
 };
 
 #include "optim/kernels_inl.h"
