@@ -64,9 +64,9 @@ class StateError(ZerosharderError):
 class DesyncError(ZerosharderError):
     """The ranks of the job are not doing the same thing.
 
-    Raised on every rank, within the timeout, when ranks disagree about the model, the settings or the order
-    of units, or when some of them do not take part in a collective. The state of the job cannot be repaired
-    from inside: fix what differs between the ranks named in `culprits` and restart from a checkpoint.
+    Raised on every rank, within the timeout, when ranks disagree about the model, the optimizer, the settings
+    or the order of units, or when some of them do not take part in a collective. The state of the job cannot
+    be repaired from inside: fix what differs between the ranks named in `culprits` and restart from a checkpoint.
 
     Attributes:
         culprits: global ranks that differ from the others or did not answer, ascending; empty if unknown.
