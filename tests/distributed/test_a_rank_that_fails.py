@@ -6,7 +6,11 @@ The settings in use here wait for two or three seconds only.
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +19,7 @@ import tiny
 import torch
 import torch.distributed as dist
 from harness import distributed, in_fresh_process
+from harness.processes import base_environment, own_paths
 from parity import assert_same, full_grads
 from tiny import features, mlp, rank
 from torch import Tensor, nn
@@ -212,12 +217,6 @@ KILLED = """
 
 def _kill(tmp_path: Any, victim: int, world: int, how: str) -> dict[int, dict[str, Any]]:
     """What the survivors say; plain processes, because torchrun would end them before they can."""
-    import os
-    import subprocess
-    import sys
-    import textwrap
-
-    from harness import _base_environment, _own_paths
 
     source = "import zerosharder.errors as zs_errors\n" + textwrap.dedent(
         KILLED.format(victim=victim, folder=tmp_path, signal=how)
@@ -225,8 +224,8 @@ def _kill(tmp_path: Any, victim: int, world: int, how: str) -> dict[int, dict[st
     script = tmp_path / "script.py"
     script.write_text(source)
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = _base_environment() | {
-        "PYTHONPATH": os.pathsep.join(_own_paths()),
+    shared = base_environment() | {
+        "PYTHONPATH": os.pathsep.join(own_paths()),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
