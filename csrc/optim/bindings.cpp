@@ -110,6 +110,8 @@ void fill(StepArgs& a, const std::string& rule, const py::dict& h) {
     a.root_scale = f(std::sqrt(1 - std::pow(beta2, t)));
     a.step = f(-(lr / (1 - std::pow(beta1, t))));
     a.eps = f(number(h, "eps", 0, inf));
+    a.roots = reinterpret_cast<optim::Roots>(h["roots"].cast<std::uintptr_t>());
+    a.roots_mode = h["roots_mode"].cast<long long>();
   } else if (rule == "sgd") {
     const double momentum = number(h, "momentum", 0, inf);
     a.rule = momentum != 0 ? Rule::sgd_momentum : Rule::sgd;

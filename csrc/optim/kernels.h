@@ -24,6 +24,10 @@ enum class DType { f32, bf16, f16, none };
 inline constexpr int kStreamState = 1;
 inline constexpr int kStreamOut = 2;
 
+// Square roots of n floats, in place. torch's plain steps take them from the vector library it is linked with,
+// whose roots are not always the nearest float; to agree with them bit for bit is to call the same function.
+using Roots = void (*)(int n, const float* from, float* to, long long mode);
+
 // One step over n elements. The pointers of unused state and of an absent copy are null.
 struct StepArgs {
   Rule rule = Rule::adam;
@@ -49,6 +53,9 @@ struct StepArgs {
   float eps = 0;
   bool nesterov = false;
   bool first = false;  // momentum buffers start as the gradient
+
+  Roots roots = nullptr;  // for the rules of Adam; null: the CPU's own, which are correctly rounded
+  long long roots_mode = 0;
 };
 
 // The functions work on elements [begin, end) and never throw or allocate.

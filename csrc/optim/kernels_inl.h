@@ -69,6 +69,32 @@ inline V::reg divide_by_root_scale(const Factors& f, V::reg x) {
   return V::fma(remainder, f.root_reciprocal, quotient);
 }
 
+// The moments of Adam at element i.
+struct Moments {
+  V::reg first, second;
+};
+
+template <Rule R, bool Stream>
+inline Moments update_moments(const Factors& f, std::size_t i, V::reg g) {
+  // m + w (g - m), with the rounding that torch's lerp has on either side of w = 0.5.
+  const V::reg old = V::load(f.state0 + i);
+  const V::reg m = V::fma(f.lerp, V::sub(g, old), f.lerp_from_grad ? g : old);
+  V::reg v = V::mul(V::load(f.state1 + i), f.beta2);
+  v = V::fma(V::mul(f.grad_share2, g), g, v);
+  put<Stream>(f.state0 + i, m);
+  put<Stream>(f.state1 + i, v);
+  if constexpr (R == Rule::adam_amsgrad) {
+    v = V::max_or_nan(V::load(f.state2 + i), v);
+    put<Stream>(f.state2 + i, v);
+  }
+  return {m, v};
+}
+
+inline V::reg adam_weight(const Factors& f, V::reg p, V::reg m, V::reg root) {
+  const V::reg denominator = V::add(divide_by_root_scale(f, root), f.eps);
+  return V::add(V::mul(p, f.decay), V::div(V::mul(f.step, m), denominator));
+}
+
 // One vector at element i: reads everything, writes weight and state, returns the new weight.
 template <Rule R, DType G, bool Stream>
 inline V::reg update(const Factors& f, std::size_t i) {
@@ -76,20 +102,8 @@ inline V::reg update(const Factors& f, std::size_t i) {
   V::reg g = V::mul(load_grad<G>(f.grad, i), f.grad_scale);
   if (R != Rule::lion && f.has_l2) g = V::fma(p, f.l2, g);
   if constexpr (R == Rule::adam || R == Rule::adam_amsgrad) {
-    p = V::mul(p, f.decay);
-    // m + w (g - m), with the rounding that torch's lerp has on either side of w = 0.5.
-    const V::reg old = V::load(f.state0 + i);
-    const V::reg m = V::fma(f.lerp, V::sub(g, old), f.lerp_from_grad ? g : old);
-    V::reg v = V::mul(V::load(f.state1 + i), f.beta2);
-    v = V::fma(V::mul(f.grad_share2, g), g, v);
-    put<Stream>(f.state0 + i, m);
-    put<Stream>(f.state1 + i, v);
-    if constexpr (R == Rule::adam_amsgrad) {
-      v = V::max_or_nan(V::load(f.state2 + i), v);
-      put<Stream>(f.state2 + i, v);
-    }
-    const V::reg root = divide_by_root_scale(f, V::sqrt(v));
-    p = V::add(p, V::div(V::mul(f.step, m), V::add(root, f.eps)));
+    const Moments moments = update_moments<R, Stream>(f, i, g);
+    p = adam_weight(f, p, moments.first, V::sqrt(moments.second));
   } else if constexpr (R == Rule::sgd) {
     p = V::fma(g, f.step, p);
   } else if constexpr (R == Rule::sgd_momentum) {
@@ -113,26 +127,59 @@ inline V::reg update(const Factors& f, std::size_t i) {
   return p;
 }
 
-template <Rule R, DType G, bool Stream, DType C>
-void whole_blocks(const StepArgs& a, std::size_t begin, std::size_t end, bool stream_copy) {
-  const Factors f(a);
-  std::uint16_t* const copy = a.copy;
+// `compute(i)` for every vector of whole blocks, and the copy of what it returns.
+template <DType C, class Compute>
+inline void with_copy(std::uint16_t* copy, std::size_t begin, std::size_t end, bool stream,
+                      const Compute& compute) {
   for (std::size_t i = begin; i < end; i += kBlock) {
     [[maybe_unused]] V::half halves[kBlock / V::kWidth] = {};
     for (std::size_t u = 0; u < kBlock / V::kWidth; ++u) {
-      const V::reg p = update<R, G, Stream>(f, i + u * V::kWidth);
+      const V::reg p = compute(i + u * V::kWidth);
       if constexpr (C == DType::bf16) halves[u] = V::to_bf16(p);
       if constexpr (C == DType::f16) halves[u] = V::to_fp16(p);
     }
     if constexpr (C == DType::none) continue;
     for (std::size_t u = 0; u < kBlock / V::kWidth; ++u) {  // together: one line leaves the write buffers at once
-      if (stream_copy) {
+      if (stream) {
         V::stream_half(copy + i + u * V::kWidth, halves[u]);
       } else {
         V::store_half(copy + i + u * V::kWidth, halves[u]);
       }
     }
   }
+}
+
+// Elements between two calls for roots: enough to hide the call, few enough to stay in the first cache.
+constexpr std::size_t kRoots = 1024;
+
+// Adam with the roots of somebody else: moments, all roots of a stretch, weights.
+template <Rule R, DType G, bool Stream, DType C>
+void with_foreign_roots(const StepArgs& a, const Factors& f, std::size_t begin, std::size_t end,
+                        bool stream_copy) {
+  alignas(64) float roots[kRoots];
+  for (std::size_t at = begin; at < end; at += kRoots) {
+    const std::size_t stop = end - at < kRoots ? end : at + kRoots;
+    for (std::size_t i = at; i < stop; i += V::kWidth) {
+      V::reg g = V::mul(load_grad<G>(f.grad, i), f.grad_scale);
+      if (f.has_l2) g = V::fma(V::load(f.weight + i), f.l2, g);
+      V::store(roots + (i - at), update_moments<R, false>(f, i, g).second);
+    }
+    a.roots(static_cast<int>(stop - at), roots, roots, a.roots_mode);
+    with_copy<C>(a.copy, at, stop, stream_copy, [&](std::size_t i) {
+      const V::reg p = adam_weight(f, V::load(f.weight + i), V::load(f.state0 + i), V::load(roots + (i - at)));
+      put<Stream>(f.weight + i, p);
+      return p;
+    });
+  }
+}
+
+template <Rule R, DType G, bool Stream, DType C>
+void whole_blocks(const StepArgs& a, std::size_t begin, std::size_t end, bool stream_copy) {
+  const Factors f(a);
+  if constexpr (R == Rule::adam || R == Rule::adam_amsgrad) {
+    if (a.roots != nullptr) return with_foreign_roots<R, G, Stream, C>(a, f, begin, end, stream_copy);
+  }
+  with_copy<C>(a.copy, begin, end, stream_copy, [&](std::size_t i) { return update<R, G, Stream>(f, i); });
 }
 
 template <Rule R, DType G, bool Stream>

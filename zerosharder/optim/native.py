@@ -5,13 +5,15 @@ or float16, is multiplied by ``grad_scale`` on the way (one over the loss scale,
 or float16 copy of the new weight is written in the same pass if asked for. Results depend neither on the number of
 threads nor on the instruction set.
 
-AdamW, Adam and Adagrad follow torch's ``fused=True`` steps, SGD its plain one, operation by operation (torch's plain
-Adam and Adagrad take square roots that are not correctly rounded). Lion is algorithm 2 of Chen et al., "Symbolic
+AdamW, Adam and Adagrad follow torch's ``fused=True`` steps, SGD its plain one, operation by operation. With the roots
+of `zerosharder.optim.roots`, AdamW and Adam follow the plain ones, too. Lion is algorithm 2 of Chen et al., "Symbolic
 Discovery of Optimization Algorithms", 2023.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 
 from zerosharder.errors import OptimizerError
+from zerosharder.optim.roots import Roots
 
 try:
     from zerosharder import _C
@@ -34,6 +37,7 @@ __all__ = [
     "chosen_isa",
     "cpu_features",
     "nonfinite",
+    "shared_pool",
     "squared_norm",
     "step",
     "usable_isas",
@@ -103,6 +107,14 @@ class StepPool:
         self.close()
 
 
+@functools.cache
+def shared_pool(threads: int) -> StepPool:
+    """Return the process's pool of ``threads`` threads; it lives until the process ends."""
+    pool = StepPool(threads)
+    atexit.register(pool.close)
+    return pool
+
+
 @dataclass(frozen=True)
 class Range:
     """The tensors of one step: 1-D, contiguous, on the CPU, of one length [n].
@@ -156,6 +168,7 @@ def step(
     *,
     number: int = 1,
     grad_scale: float = 1.0,
+    roots: Roots | None = None,
     isa: str = "auto",
     stream: int = 0,
 ) -> None:
@@ -168,6 +181,7 @@ def step(
         hyper: the hyperparameters.
         number: of this step, from 1. SGD's momentum buffer starts as the gradient of step 1.
         grad_scale: the gradient is multiplied by this first.
+        roots: of `torch_roots`, for AdamW and Adam as torch's plain steps are; None for those of ``fused=True``.
         isa: a variant of `usable_isas`, for tests; ``auto`` is the best.
         stream: sum of STREAM_STATE and STREAM_COPY, see docs/native.md; needs 64-byte alignment, else ignored.
 
@@ -192,6 +206,8 @@ def step(
         "step": float(number),
         "first": number == 1,
         "grad_scale": float(grad_scale),
+        "roots": roots.address if roots is not None else 0,
+        "roots_mode": roots.mode if roots is not None else 0,
     }
     native.step(pool.native, rule, _addresses(tensors), arguments, isa=isa, stream=stream)
 
