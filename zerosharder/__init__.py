@@ -5,13 +5,16 @@ model, optimizer = zerosharder.shard(model, optimizer)
 
 from zerosharder.api import (
     full_params,
+    load,
     no_sync,
     register_forward_method,
     reset,
+    save,
     shard,
     stats,
     trace,
 )
+from zerosharder.checkpoint.folder import latest
 from zerosharder.config import Config
 from zerosharder.observe.counters import Stats
 
@@ -21,9 +24,12 @@ __all__ = [
     "Config",
     "Stats",
     "full_params",
+    "latest",
+    "load",
     "no_sync",
     "register_forward_method",
     "reset",
+    "save",
     "shard",
     "stats",
     "trace",

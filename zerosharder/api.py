@@ -5,15 +5,19 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerosharder.checkpoint import load as loading
+from zerosharder.checkpoint import save as saving
+from zerosharder.checkpoint.crew import crew_of
 from zerosharder.config import Config
 from zerosharder.config import settings as config_fields
 from zerosharder.engine.agreement import Request
@@ -282,6 +286,77 @@ def trace(path: str | Path) -> None:
     rank = control.rank() if control is not None else 0
     target = str(path) if control is None or "{rank}" in str(path) else f"{path}.{{rank}}"
     write_trace(target.replace("{rank}", str(rank)), rank, {e.model_name: e.runtime.log for e in engines})
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    keep_last: int | None = None,
+    **extra: Any,
+) -> None:
+    """Saves all that training needs to go on, as the folder ``path``. Every rank calls it and writes its shard.
+
+    Weights as they are stored (fp32 masters), buffers, optimizer state and group settings by parameter name, and the
+    random states of every rank. The folder appears complete or not at all; one of the same name is replaced then.
+
+    Args:
+        path: a folder on a file system that all ranks share.
+        model, optimizer: what `shard` returned.
+        keep_last: remove all but so many of the newest checkpoints beside ``path`` after this one is complete.
+        extra: the same on every rank: objects with ``state_dict()`` (schedulers, a GradScaler, a data loader), and
+            numbers, text, tensors, lists, tuples and dicts of such (step counters, the position in the data).
+
+    Raises:
+        CheckpointError: the disk failed, or a value cannot be saved. DesyncError: not every rank called, or an
+            ``extra`` differs between ranks.
+    """
+    sharding = _of(model)
+    _check_between_steps(sharding, "save()")
+    if optimizer is not None:
+        sharding.adoption.adopt(optimizer)
+    saving.save(Path(path), model, optimizer, extra, crew_of(sharding.engine.runtime), keep_last)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    **objects: Any,
+) -> dict[str, Any]:
+    """Loads what `save` wrote, at any number of ranks and on any mesh. Every rank calls it and reads its rows.
+
+    Nothing is changed before all files have been verified and the model has been compared. No code that a file
+    names is run.
+
+    Args:
+        path: the folder.
+        model, optimizer: what `shard` returned; they keep their placement.
+        objects: objects with ``load_state_dict()`` to restore, under the names they were saved with.
+
+    Returns:
+        What was given to `save` as ``extra``; of objects, their state dicts.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged one, one of a newer format or of another model.
+        DesyncError: not every rank called.
+    """
+    sharding = _of(model)
+    _check_between_steps(sharding, "load()")
+    if optimizer is not None:
+        sharding.adoption.adopt(optimizer)
+    runtime = sharding.engine.runtime
+    try:
+        return loading.load(Path(path), model, optimizer, objects, crew_of(runtime))
+    finally:
+        runtime.shards_changed()
+
+
+def _check_between_steps(sharding: Sharding, call: str) -> None:
+    units = sharding.engine.units
+    if any(param.is_installed_whole for unit in units for param in unit.params):
+        raise StateError(f"{call} inside full_params(): leave it first")
 
 
 def _known(model: nn.Module) -> Sharding | None:

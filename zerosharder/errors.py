@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DesyncError",
     "EnvironmentSetupError",
@@ -58,6 +59,15 @@ class StateError(ZerosharderError):
     Raised for an illegal transition of a unit, typically after an exception left a forward or backward half
     done. Call `zerosharder.reset(model)` and go on with the next step; if it comes up without an earlier
     exception, the message names the unit and the order of calls that led here.
+    """
+
+
+class CheckpointError(ZerosharderError):
+    """A checkpoint cannot be written or read.
+
+    Raised on every rank, by saving when the disk or a value to save refuses, and by loading when the folder is no
+    checkpoint, is damaged, is of a newer format or of another model. The message names the file, parameter or value.
+    A save that raised this has left the previous checkpoint as it was.
     """
 
 

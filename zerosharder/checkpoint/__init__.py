@@ -1,0 +1,1 @@
+"""Checkpoints: save, load at any number of ranks, find the newest, export."""
