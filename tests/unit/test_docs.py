@@ -21,6 +21,7 @@ FEATURES = [
     "gradients",
     "mixed_precision",
     "optimizers",
+    "checkpoints",
     "hsdp",
     "meta_models",
     "full_params",

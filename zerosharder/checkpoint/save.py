@@ -85,7 +85,8 @@ def _prepare(
         digest = zlib.crc32(json.dumps(manifest["extra"][key]).encode())
         for tensor in nested[before:]:
             raw = tensor.detach().cpu().contiguous().reshape(-1)
-            digest = zlib.crc32(raw.view(torch.uint8).numpy() if raw.numel() else b"", digest)
+            data: Any = raw.view(torch.uint8).numpy() if raw.numel() else b""
+            digest = zlib.crc32(data, digest)
         lines.append(f"{key} with checksum {digest:08x}")
     tensors |= {f"extra.{i}": tensor for i, tensor in enumerate(nested)}
     pieces = [piece_of(name, t) for name, t in tensors.items() if is_writer(t, crew.number == 0)]
@@ -119,7 +120,8 @@ def _index(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _rng_states() -> dict[str, Any]:
     """Every generator that a training step may draw from."""
-    name, keys, position, has_gauss, gauss = numpy.random.get_state()
+    state: Any = numpy.random.get_state()
+    name, keys, position, has_gauss, gauss = state
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),

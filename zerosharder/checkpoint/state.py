@@ -54,7 +54,7 @@ def is_writer(tensor: torch.Tensor, is_first: bool) -> bool:
     """Whether this rank is the one of those that hold this part which writes it."""
     if not isinstance(tensor, DTensor):
         return is_first
-    coordinate = tensor.device_mesh.get_coordinate() or []
+    coordinate = tensor.device_mesh.get_coordinate() or ()
     return all(
         at == 0 for at, p in zip(coordinate, tensor.placements, strict=True) if isinstance(p, Replicate)
     )

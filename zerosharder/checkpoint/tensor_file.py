@@ -81,7 +81,7 @@ def write(path: Path, entries: Sequence[Entry], metadata: dict[str, str] | None 
         size, checksum = _write_all(file, memoryview(head), 0)
         for entry in entries:
             tensor = entry.read().detach().contiguous().cpu()
-            raw = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+            raw: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
             written, checksum = _write_all(file, memoryview(raw), checksum)
             if written != entry.nbytes:
                 raise CheckpointError(f"{entry.name} has {written} bytes, {entry.nbytes} were announced")
