@@ -5,6 +5,8 @@
 //
 //   sanitized FOLDER      exit status 0 if all went well
 
+#include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -20,9 +22,12 @@
 #include <thread>
 #include <vector>
 
+#include "io/crc32c.h"
+#include "io/device_lock.h"
 #include "io/engine.h"
 #include "io/faults.h"
 #include "io/file.h"
+#include "io/striping.h"
 #include "memory/buffer.h"
 #include "memory/slot_pool.h"
 #include "observe/event_ring.h"
@@ -239,14 +244,58 @@ void engines(const char* name, Make make, const std::string& folder) {
   std::printf("%s: passed\n", name);
 }
 
+// Both ways to a checksum, a split by shares that covers every byte once, and a lock whose owner is killed.
+void parts_of_a_store(const std::string& folder) {
+  check(crc32c("123456789", 9) == 0xe3069283u, "crc32c of the check string");
+  std::vector<unsigned char> data(4099);
+  for (std::size_t i = 0; i < data.size(); ++i) data[i] = static_cast<unsigned char>(i * 131 >> 3);
+  for (std::size_t n = 0; n + 7 < data.size(); n += 13) {
+    const unsigned char* begin = data.data() + n % 7;
+    check(crc32c(begin, n) == crc32c_portable(begin, n), "instruction and tables differ");
+  }
+
+  constexpr std::size_t kBytes = 1'000'003, kStripe = 4096;
+  const Striping striping(kBytes, {3, 1}, kStripe);
+  check(striping.length(0) + striping.length(1) == kBytes, "bytes of the folders");
+  check(striping.length(0) * 4 + 4 * kStripe >= kBytes * 3 && striping.length(0) * 4 <= kBytes * 3 + 4 * kStripe,
+        "a split further than a stripe from the shares");
+  std::vector<std::vector<bool>> seen{std::vector<bool>(striping.length(0)),
+                                      std::vector<bool>(striping.length(1))};
+  for (const Extent& extent : striping.extents(0, kBytes)) {
+    for (std::size_t i = 0; i < extent.nbytes; ++i) {
+      check(!seen.at(extent.folder).at(extent.file_offset + i), "two bytes in one place");
+      seen[extent.folder][extent.file_offset + i] = true;
+    }
+  }
+
+  const auto lock = DeviceLock::open(folder + "/lock");
+  int ends[2];
+  check(::pipe(ends) == 0, "pipe");
+  const pid_t holder = ::fork();
+  if (holder == 0) {
+    const char held = lock->try_lock() ? 'y' : 'n';
+    if (::write(ends[1], &held, 1) == 1) ::pause();
+    ::_exit(0);
+  }
+  char held = 0;
+  check(::read(ends[0], &held, 1) == 1 && held == 'y' && !lock->try_lock(), "a lock held by another process");
+  ::kill(holder, SIGKILL);
+  ::waitpid(holder, nullptr, 0);
+  check(lock->try_lock() && !lock->try_lock(), "a lock whose owner was killed");
+  lock->unlock();
+  ::close(ends[0]);
+  ::close(ends[1]);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   if (argc != 2) return 2;
   try {
+    parts_of_a_store(argv[1]);
     staging();
     events();
-    std::printf("slots and events: passed\n");
+    std::printf("parts of a store, slots and events: passed\n");
     engines("threads", make_thread_engine, argv[1]);
     try {
       make_uring_engine({});
