@@ -136,3 +136,19 @@ def test_what_a_checkpoint_cannot_hold_is_named(tmp_path: Path) -> None:
     with pytest.raises(zs.errors.DesyncError, match="place"):
         zs.save(tmp_path / "c", model, optimizer, place=torch.distributed.get_rank())
     assert not list(tmp_path.iterdir())
+
+
+@distributed(world=2)
+def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    """Other tools write a manifest.json too, and a save that replaces a folder removes what was in it."""
+    model, optimizer = _build(1)
+    other = tmp_path / "site-9"
+    if torch.distributed.get_rank() == 0:
+        other.mkdir()
+        (other / "manifest.json").write_text('{"name": "site"}')
+    torch.distributed.barrier()
+    zs.save(tmp_path / "step-1", model, optimizer, keep_last=1)
+    assert zs.latest(tmp_path) == tmp_path / "step-1"
+    with pytest.raises(zs.errors.CheckpointError, match="site-9 exists and is no checkpoint"):
+        zs.save(other, model, optimizer)
+    assert (other / "manifest.json").read_text() == '{"name": "site"}'

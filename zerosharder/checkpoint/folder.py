@@ -22,6 +22,7 @@ from zerosharder.observe.log import log
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+_START = b'{"format": '  # of every manifest
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
 
@@ -35,7 +36,15 @@ def _aside_of(path: Path) -> Path:
 
 
 def begin(path: Path) -> Path:
-    """An empty folder to write into; leftovers of a save that was killed go."""
+    """An empty folder to write into; leftovers of a save that was killed go.
+
+    Raises:
+        CheckpointError: something that is no checkpoint has this name; a save would remove it.
+    """
+    if path.exists() and not _is_checkpoint(path) and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(
+            f"{path} exists and is no checkpoint; save under a name of its own, or remove it"
+        )
     partial = partial_of(path)
     if partial.exists():
         shutil.rmtree(partial)
@@ -65,6 +74,15 @@ def complete(path: Path, manifest: dict[str, Any]) -> None:
         partial.rename(path)
     _sync_folder(path.parent)
     shutil.rmtree(_aside_of(path), ignore_errors=True)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether this is a checkpoint, perhaps a damaged one; other tools have a manifest.json too."""
+    try:
+        with (path / MANIFEST).open("rb") as file:
+            return file.read(len(_START)) == _START
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def read_manifest(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -127,7 +145,7 @@ def checkpoints(root: Path) -> list[Path]:
 
     if not root.is_dir():
         return []
-    found = [p for p in root.iterdir() if not p.name.startswith(".") and (p / MANIFEST).is_file()]
+    found = [p for p in root.iterdir() if not p.name.startswith(".") and _is_checkpoint(p)]
     aside = [path_of(p) for p in root.glob(".*.old") if not path_of(p).exists()]
     return sorted(found, key=age, reverse=True) + aside
 
