@@ -13,7 +13,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
 # What Python sees is tested by tests/native; here only what needs no Python.
-sources=$(find csrc -name '*.cpp' ! -name 'bindings.cpp' | sort)
+sources=$(find csrc -name '*.cpp' ! -name '*bindings.cpp' | sort)
 uring=""
 printf '#include <liburing.h>\nint main() { return io_uring_queue_init(2, nullptr, 0); }\n' >"$scratch/probe.cpp"
 for library in -l:liburing.a -luring; do

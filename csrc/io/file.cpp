@@ -9,7 +9,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
+#include <stdexcept>
 #include <system_error>
 #include <utility>
 
@@ -33,6 +35,27 @@ int open_retrying(const char* path, int flags, mode_t mode) noexcept {
   return fd;
 }
 
+// A file that no name leads to, so that the kernel frees its space when the process ends, however it ends.
+Descriptor open_unnamed(const std::string& folder) {
+#ifdef O_TMPFILE
+  // O_EXCL: nobody can give it a name later.
+  Descriptor file(open_retrying(folder.c_str(), O_TMPFILE | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
+  if (file) return file;
+  // EISDIR: kernels that do not know the flag; EOPNOTSUPP: file systems; EINVAL: some layered ones.
+  if (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL) fail(errno, "making an unnamed file", folder);
+#endif
+  // Inside a folder of our own, so that nobody can put another file in the way or open this one meanwhile.
+  std::string made = folder + "/zerosharder-XXXXXX";
+  if (::mkdtemp(made.data()) == nullptr) fail(errno, "mkdtemp", made);
+  const std::string path = made + "/data";
+  Descriptor named(open_retrying(path.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0600));
+  int error = named ? 0 : errno;
+  if (named && ::unlink(path.c_str()) != 0) error = errno;
+  if (::rmdir(made.c_str()) != 0 && error == 0) error = errno;
+  if (error != 0) fail(error, "making a file without a name", path);
+  return named;
+}
+
 bool power_of_two(std::size_t value) noexcept { return value != 0 && (value & (value - 1)) == 0; }
 
 }  // namespace
@@ -46,8 +69,13 @@ void Descriptor::reset(int fd) noexcept {
 File::File(std::string path, Options options) : path_(std::move(path)), writable_(options.write) {
   const int flags = (options.write ? O_RDWR : O_RDONLY) | O_CLOEXEC;
   const int making = (options.create ? O_CREAT : 0) | (options.truncate ? O_TRUNC : 0);
-  buffered_fd_ = Descriptor(open_retrying(path_.c_str(), flags | making, 0600));
-  if (!buffered_fd_) fail(errno, "open", path_);
+  if (options.unnamed) {
+    if (!options.write) throw std::invalid_argument("a file without a name has to be open for writing");
+    buffered_fd_ = open_unnamed(path_);
+  } else {
+    buffered_fd_ = Descriptor(open_retrying(path_.c_str(), flags | making, 0600));
+    if (!buffered_fd_) fail(errno, "open", path_);
+  }
   struct stat status{};
   if (::fstat(buffered_fd_.get(), &status) != 0) fail(errno, "fstat", path_);
   if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode)) {

@@ -64,6 +64,8 @@ class File {
     bool create = false;    // make it if it is not there, with mode 0600
     bool truncate = false;  // make it empty
     bool direct = true;     // use O_DIRECT where the file system has it
+    bool unnamed =
+        false;  // the path is a folder: make a file in it that has no name and goes with its descriptors
   };
 
   // Throws std::system_error with the path in its text.

@@ -27,6 +27,7 @@
 #include "io/engine.h"
 #include "io/faults.h"
 #include "io/file.h"
+#include "io/store.h"
 #include "io/striping.h"
 #include "memory/buffer.h"
 #include "memory/slot_pool.h"
@@ -236,11 +237,88 @@ void events() {
   check(seen + ring.dropped() == 4 * kEach, "events were lost without being counted");
 }
 
+std::string last_error(const std::shared_ptr<Operation>& operation) {
+  operation->wait_until(Clock::time_point::max());
+  try {
+    if (operation->error() != nullptr) std::rethrow_exception(operation->error());
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+// Users write and read their own stretches of one store with checksums, whose stripes are shared by neighbours;
+// then operations are cancelled, and the engine closes under the store.
+void store(Make make, const std::string& folder) {
+  constexpr int kUsers = 3;
+  constexpr std::size_t kStretch = 30'011;
+  EngineOptions options;
+  options.block = 4096;
+  options.depth = 3;
+  RandomFaults::Options chances;
+  chances.again = 0.1;
+  chances.cut = 0.3;
+  options.faults = std::make_shared<RandomFaults>(chances);
+  const std::shared_ptr<Engine> engine = make(options);
+  BlockStore::Options how;
+  how.nbytes = kUsers * kStretch;
+  how.folders = {folder, folder, folder};
+  how.shares = {2, 1, 1};
+  how.stripe = 4096;
+  how.checksums = true;
+  BlockStore bytes(engine, how);
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> users;
+  for (int user = 0; user < kUsers; ++user) {
+    users.emplace_back([&, user] {
+      std::mt19937 random(static_cast<unsigned>(user));
+      std::vector<unsigned char> model(kStretch, 0), data(kStretch);
+      for (int i = 0; i < 40; ++i) {
+        const std::size_t begin = random() % kStretch;
+        const Span span{user * kStretch + begin, data.data(), random() % (kStretch - begin + 1)};
+        if (random() % 2 == 0) {
+          for (std::size_t j = 0; j < span.nbytes; ++j) data[j] = static_cast<unsigned char>(random());
+          const auto operation = bytes.write(span, user);
+          if (!last_error(operation).empty()) ++wrong;
+          std::copy_n(data.begin(), span.nbytes, model.begin() + static_cast<std::ptrdiff_t>(begin));
+        } else {
+          const auto operation = bytes.read(span, user);
+          std::thread other([&] { operation->wait_until(Clock::time_point::max()); });  // both may look first
+          if (!last_error(operation).empty()) ++wrong;
+          other.join();
+          if (span.nbytes != 0 && std::memcmp(data.data(), model.data() + begin, span.nbytes) != 0) ++wrong;
+        }
+      }
+    });
+  }
+  for (std::thread& user : users) user.join();
+  check(wrong == 0, "a store gave other bytes than were written, or failed");
+
+  std::vector<unsigned char> data(how.nbytes, 5);
+  for (int i = 0; i < 5; ++i) {
+    const auto operation = bytes.write({0, data.data(), data.size()}, 0);
+    if (i != 4) operation->cancel();
+    if (i == 4) engine->close();
+    const std::string error = last_error(operation);
+    check(error.empty() || error.find("of the store") != std::string::npos, "an error without its place");
+  }
+  int refused = 0;
+  for (const std::uint64_t offset : {std::uint64_t{0}, how.nbytes, ~std::uint64_t{0}}) {
+    try {
+      bytes.read({offset, data.data(), 1}, 0);
+    } catch (const IoError& error) {
+      refused += error.code().value() == (offset == 0 ? ESHUTDOWN : EINVAL);
+    }
+  }
+  check(refused == 3, "a closed engine or a span outside");
+}
+
 void engines(const char* name, Make make, const std::string& folder) {
   for (const bool direct : {true, false}) {
     for (const bool faulty : {false, true}) several_users(make, folder, direct, faulty);
   }
   early_ends(make, folder);
+  store(make, folder);
   std::printf("%s: passed\n", name);
 }
 
